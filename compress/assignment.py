@@ -1,0 +1,189 @@
+"""Which method and scheme each linear layer gets, decided and checked before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from compress.errors import USAGE, InputError
+from compress.formats import format_named
+from compress.formats.scheme import Scheme
+from compress.matching import select
+from compress.model import SIBLINGS, Pair, Skeleton, pairs
+from compress.recipe import Recipe, Stage
+
+EVERY_BLOCK_LINEAR = ("*",)
+ROUTERS = frozenset({"gate", "router"})
+SUGGESTED_GROUPS = (128, 64, 32)
+
+
+@dataclass(frozen=True)
+class LayerTask:
+    """A linear layer to be quantized: its shape [N, K], the quantize stage that has the last word, its scheme."""
+
+    name: str
+    shape: tuple[int, int]
+    stage: Stage
+    scheme: Scheme
+
+
+@dataclass(frozen=True)
+class TransformTask:
+    """A transform stage and, per block index, the pairs it works on."""
+
+    stage: Stage
+    pairs: dict[int, tuple[Pair, ...]]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """All tasks of a recipe on one model. untouched: linear layers left alone, with the reason."""
+
+    layers: dict[str, LayerTask]
+    transforms: tuple[TransformTask, ...]
+    untouched: dict[str, str]
+    notes: tuple[str, ...]
+
+    @property
+    def needs_calibration(self) -> bool:
+        tasks: list[Stage] = [task.stage for task in self.layers.values()] + [task.stage for task in self.transforms]
+        return any(stage.needs for stage in tasks)
+
+
+def assign(recipe: Recipe, skeleton: Skeleton, tied: bool) -> Assignment:
+    """Match the recipe's stages against `skeleton`. Where two quantize stages name a layer, the later one holds.
+
+    Raises InputError, with the recipe path or layer and the mend, for patterns that match nothing, shapes that the
+    format refuses, siblings under different schemes, embeddings, and a transform behind the quantization of its layers.
+    """
+    layers: dict[str, LayerTask] = {}
+    transforms: list[TransformTask] = []
+    notes: list[str] = []
+    for stage in recipe.stages:
+        chosen = _select(stage, skeleton, tied)
+        if stage.kind == "transform":
+            late = [name for name in chosen if name in layers]
+            if late:
+                raise InputError(f"{stage.where}: an earlier stage quantizes {late[0]}: put the transform first", USAGE)
+            transforms.append(_transform(stage, skeleton, chosen))
+            continue
+        again = [name for name in chosen if name in layers]
+        if again:
+            notes.append(f"{stage.where} replaces the earlier scheme of {len(again)} layers")
+        for name in chosen:
+            assert stage.scheme is not None, "the recipe gives every quantize stage one"
+            layers[name] = LayerTask(name, skeleton.shape(name), stage, stage.scheme)
+    if not layers:
+        raise InputError("recipe: field 'stages' has no quantize stage: add one, transforms alone save nothing", USAGE)
+    ordered = {name: layers[name] for name in skeleton.linears if name in layers}
+    transforms = [_in_front_of(task, ordered) for task in transforms]
+    _check_formats(list(ordered.values()))
+    _check_siblings(ordered)
+    untouched = {name: _why_untouched(name, skeleton, tied) for name in skeleton.linears if name not in layers}
+    return Assignment(ordered, tuple(transforms), untouched, tuple(notes))
+
+
+def _select(stage: Stage, skeleton: Skeleton, tied: bool) -> list[str]:
+    """The linear layers a stage names. Routers and what lies outside the blocks count only when named exactly."""
+    classes = skeleton.classes()
+    targets = ("Linear",) if stage.targets == EVERY_BLOCK_LINEAR else stage.targets
+    named = select(classes, targets, stage.ignore, stage.where)
+    exact = {name for name in named if any(name == t or name.endswith("." + t) for t in stage.targets)}
+    for name in sorted(exact):
+        if classes[name] == "Embedding":
+            raise InputError(f"{stage.where}.targets: {name}: no scheme stores an embedding: leave it out", USAGE)
+        if tied and name == skeleton.output_name():
+            raise InputError(f"{stage.where}.targets: {name} would part from the tied embedding: leave it out", USAGE)
+        if _outside(name, skeleton) and stage.needs:
+            raise InputError(
+                f"{stage.where}.targets: {name} lies outside the blocks, where {stage.method} sees no inputs: "
+                "give it a stage of its own with method rtn",
+                USAGE,
+            )
+    inside = [
+        name
+        for name in named
+        if name in exact or not (classes[name] == "Embedding" or _outside(name, skeleton) or _is_router(name))
+    ]
+    if not inside:
+        raise InputError(f"{stage.where}: no linear layer is left to work on: widen targets or ignore less", USAGE)
+    return inside
+
+
+def _outside(name: str, skeleton: Skeleton) -> bool:
+    return not any(name.startswith(block + ".") for block in skeleton.blocks)
+
+
+def _why_untouched(name: str, skeleton: Skeleton, tied: bool) -> str:
+    if _outside(name, skeleton):
+        return "tied to the embedding" if tied and name == skeleton.output_name() else "outside the blocks"
+    return "router" if _is_router(name) else "not targeted by any stage"
+
+
+def _is_router(name: str) -> bool:
+    return name.rpartition(".")[2] in ROUTERS
+
+
+def _transform(stage: Stage, skeleton: Skeleton, chosen: Sequence[str]) -> TransformTask:
+    wanted = set(chosen)
+    found = {
+        index: tuple(pair for pair in pairs(skeleton, index) if wanted.issuperset(pair.consumers))
+        for index in range(len(skeleton.blocks))
+    }
+    if not any(found.values()):
+        raise InputError(f"{stage.where}: no pair of layers has all its consumers among the targets: widen them", USAGE)
+    return TransformTask(stage, found)
+
+
+def _in_front_of(task: TransformTask, layers: dict[str, LayerTask]) -> TransformTask:
+    """`task` without the pairs whose consumers stay in float: their error has no rounding to be smoothed for."""
+    kept = {index: tuple(p for p in found if layers.keys() >= set(p.consumers)) for index, found in task.pairs.items()}
+    if not any(kept.values()):
+        raise InputError(f"{task.stage.where}: none of its layers is quantized by a later stage: leave it out", USAGE)
+    return TransformTask(task.stage, kept)
+
+
+def _check_formats(layers: list[LayerTask]) -> None:
+    """Refuse what a grid or format cannot say, naming every shape that fails and what would fit them all."""
+    for task in layers:
+        grid, (_, columns) = task.scheme.grid, task.shape
+        if grid.group_size is not None and columns % grid.group_size:
+            mine = [other for other in layers if other.stage == task.stage]
+            fits = [g for g in SUGGESTED_GROUPS if all(other.shape[1] % g == 0 for other in mine)]
+            bad = [other for other in mine if other.shape[1] % grid.group_size]
+            options = " or ".join(str(size) for size in fits) or "'channel'"
+            raise InputError(
+                f"{task.stage.where}.quantize.group_size: {grid.group_size} does not divide the {columns} columns of "
+                f"{task.name} (nor those of {len(bad) - 1} more layers): use {options}",
+                USAGE,
+            )
+        reason = format_named(task.scheme.format).refuses(task.shape, grid)
+        if reason:
+            where = task.stage.where
+            raise InputError(f"{where}: {task.name} cannot be stored: {reason}: ignore it or change the scheme", USAGE)
+
+
+def _check_siblings(layers: dict[str, LayerTask]) -> None:
+    """q/k/v and gate/up are one matrix to the loaders that fuse them: one scheme or none."""
+    for name, task in layers.items():
+        parent, _, leaf = name.rpartition(".")
+        for family in SIBLINGS:
+            for other in family if leaf in family else ():
+                sibling = layers.get(f"{parent}.{other}")
+                theirs = sibling.scheme if sibling else None
+                if theirs != task.scheme:
+                    fused, second = "/".join(family), theirs.name if theirs else "not quantized"
+                    raise InputError(
+                        f"{task.stage.where}: {name} is {task.scheme.name} and {parent}.{other} is {second}, "
+                        f"but loaders fuse them: give {fused} one scheme",
+                        USAGE,
+                    )
+
+
+def scale_dtype(recipe: Recipe, model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype scales are stored in: the recipe's, or the model's own where that has 16 bits, else bfloat16."""
+    if recipe.export.scale_dtype != "auto":
+        return getattr(torch, recipe.export.scale_dtype)
+    return model_dtype if model_dtype.itemsize == 2 else torch.bfloat16

@@ -1,0 +1,239 @@
+"""Compress one decoder block: fold the transforms, solve for the integers, and say what each layer lost."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress import methods
+from compress.assignment import Assignment, LayerTask
+from compress.formats import format_named
+from compress.formats.grid import Quantized, dequantize
+from compress.model import Pair, input_groups
+from compress.quantize import Solved
+from compress.quantize.scales import Search, preview
+from compress.recipe import Stage
+from compress.stats import InputStats
+from compress.transform import Rounding, head_sources
+
+Group = tuple[str, ...]
+Needs = dict[Group, tuple[frozenset[str], float | None]]
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What happened to one layer.
+
+    error_db: signal over error of its output on the calibration tokens ("output"), or of its weights ("weight") where
+    no Hessian was collected. seconds: its share of the time its group took.
+    """
+
+    name: str
+    method: str
+    scheme: str
+    group_size: int | None
+    format: str
+    error_db: float
+    error_of: str
+    damping: float | None
+    tokens: int
+    dead_channels: int
+    outlier_columns: tuple[int, ...]
+    transforms: tuple[str, ...]
+    fallback: str | None
+    seconds: float = field(compare=False)
+
+    def durable(self) -> dict[str, Any]:
+        """The report as plain values without its timing: the same in every run."""
+        values = asdict(self)
+        del values["seconds"]
+        return values
+
+
+def block_needs(linears: list[str], assignment: Assignment, index: int) -> Needs:
+    """What block `index` must collect per group of layers with a shared input: statistics, outlier threshold."""
+    wanted: Needs = {}
+    for group in input_groups(linears):
+        tasks = [assignment.layers[name] for name in group if name in assignment.layers]
+        needs = frozenset[str]().union(*(task.stage.needs for task in tasks))
+        for transform in assignment.transforms:
+            if any(set(pair.consumers) & set(group) for pair in transform.pairs[index]):
+                needs |= transform.stage.needs
+        thresholds = [task.scheme.threshold for task in tasks if task.scheme.threshold is not None]
+        wanted[group] = (needs, min(thresholds, default=None))
+    return wanted
+
+
+class Block:
+    """The float32 weights of one block on their way to the grid.
+
+    weights: tensor name -> float32 tensor; `quantize` takes out what it has put on the grid. stats: statistics of the
+    input of each group of layers. dtypes: what each tensor is stored in if it stays off the grid.
+    """
+
+    def __init__(
+        self, weights: dict[str, Tensor], stats: dict[Group, InputStats], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        self.weights = weights
+        self.stats = stats
+        self.dtypes = dtypes
+        self.touched: dict[str, tuple[str, ...]] = {}
+        self.thresholds = {group: found.threshold for group, found in stats.items() if found.outlier_share is not None}
+
+    def transform(self, stage: Stage, pair: Pair, rounding: Rounding) -> None:
+        """Apply a transform stage to one pair, whose consumers will then be rounded as `rounding` says.
+
+        Statistics of the consumers' input are rescaled, not collected again.
+        """
+        group = next(group for group in self.stats if pair.consumers[0] in group)
+        consumers = [self.weights[f"{name}.weight"] for name in pair.consumers]
+        sources = None
+        if pair.repeat > 1:
+            sources = head_sources(consumers[0].shape[1], pair.repeat, pair.head_size).to(consumers[0].device)
+        method = methods.find("transform", stage.method)
+        scale = method.scale(consumers, self.stats[group], rounding, stage.settings, sources)
+        self.stats[group] = self.stats[group].scaled(self.fold(pair, scale))
+        for name in pair.consumers:
+            self.touched[name] = (*self.touched.get(name, ()), stage.method)
+
+    @property
+    def stale(self) -> Needs:
+        """What transforms have made void and must be collected again: shares of outliers have no closed form."""
+        groups = [group for group in self.thresholds if self.stats[group].outlier_share is None]
+        return {group: (frozenset({"outliers"}), self.thresholds[group]) for group in groups}
+
+    def renew(self, stats: Mapping[Group, InputStats]) -> None:
+        """Put in what was collected again."""
+        for group, found in stats.items():
+            self.stats[group] = replace(self.stats[group], outlier_share=found.outlier_share)
+
+    def fold(self, pair: Pair, scale: Tensor) -> Tensor:
+        """Divide the producer's output by `scale` [K], multiply the consumers' columns, and return what was applied.
+
+        Heads that feed several query heads can only move by one scale: the geometric mean of theirs. A producer that
+        stays off the grid is rounded to its stored dtype first, and the consumers follow the rounded value exactly.
+        """
+        name = f"{pair.producer}.weight"
+        if pair.kind == "norm":
+            gain = self.weights[name] + pair.offset
+            divided = (gain / scale - pair.offset).to(self.dtypes[name]).float()
+            applied = gain / (divided + pair.offset)
+            # A channel whose gain is zero, or underflows, carries nothing to scale.
+            movable = torch.isfinite(applied) & (applied > 0)
+            self.weights[name] = torch.where(movable, divided, self.weights[name])
+            applied = torch.where(movable, applied, torch.ones_like(applied))
+        else:
+            heads = scale.view(-1, pair.repeat, pair.head_size)
+            shared = heads.log().mean(1, keepdim=True).exp()
+            applied = shared.expand(heads.shape).reshape(-1)
+            self.weights[name] = self.weights[name] / shared.reshape(-1, 1)
+            bias = f"{pair.producer}.bias"
+            if bias in self.weights:
+                self.weights[bias] = self.weights[bias] / shared.reshape(-1)
+        for consumer in pair.consumers:
+            self.weights[f"{consumer}.weight"] = self.weights[f"{consumer}.weight"] * applied
+        return applied
+
+    def quantize(self, tasks: list[LayerTask], scale_dtype: torch.dtype) -> tuple[dict[str, Tensor], list[LayerReport]]:
+        """Put layers that share their input, method and scheme on the grid, as one matrix of stacked rows.
+
+        Their float weights are dropped. Returns the stored tensors by full name and a report per layer.
+        """
+        began = time.monotonic()
+        stage, scheme = tasks[0].stage, tasks[0].scheme
+        stats = next((stats for group, stats in self.stats.items() if tasks[0].name in group), None)
+        weight = torch.cat([self.weights.pop(f"{task.name}.weight") for task in tasks])
+        method = methods.find("quantize", stage.method)
+        solved: Solved = method.quantize(weight, stats, scheme.grid, stage.settings, scale_dtype)
+        stored: dict[str, Tensor] = {}
+        reports: list[LayerReport] = []
+        start = 0
+        for task in tasks:
+            rows = slice(start, start + task.shape[0])
+            start = rows.stop
+            part = _rows(solved.quantized, rows)
+            packed = format_named(scheme.format).pack(part, scheme.grid)
+            stored |= {f"{task.name}.{suffix}": tensor.cpu() for suffix, tensor in packed.items()}
+            error_db, error_of = output_error(weight[rows], dequantize(part), stats)
+            columns = [] if part.outlier_columns is None else part.outlier_columns.tolist()
+            reports.append(
+                LayerReport(
+                    name=task.name,
+                    method=stage.method,
+                    scheme=scheme.name,
+                    group_size=scheme.grid.group_size,
+                    format=scheme.format,
+                    error_db=error_db,
+                    error_of=error_of,
+                    damping=solved.damping,
+                    tokens=stats.tokens if stats else 0,
+                    dead_channels=stats.dead_channels if stats else 0,
+                    outlier_columns=tuple(columns),
+                    transforms=self.touched.get(task.name, ()),
+                    fallback=solved.fallback,
+                    seconds=0.0,
+                )
+            )
+        seconds = (time.monotonic() - began) / len(tasks)
+        return stored, [replace(report, seconds=seconds) for report in reports]
+
+    def remaining(self) -> dict[str, Tensor]:
+        """Tensors that stayed off the grid, in the dtypes they are stored in."""
+        return {name: weight.to(self.dtypes[name]).cpu() for name, weight in self.weights.items()}
+
+
+def rounding_of(task: LayerTask, scale_dtype: torch.dtype) -> Rounding:
+    """What the quantize stage of `task` will do to a weight, as far as a transform in front of it needs to know."""
+    settings, grid = task.stage.settings, task.scheme.grid
+    search: Search = getattr(settings, "search", "minmax")
+
+    def nearest(weight: Tensor, cost: Tensor | None) -> Tensor:
+        return preview(weight, cost, grid, search, scale_dtype)
+
+    return Rounding(nearest, damping=getattr(settings, "damping", None))
+
+
+def quantize_groups(linears: list[str], layers: Mapping[str, LayerTask]) -> list[list[LayerTask]]:
+    """The layers of a block in the batches that `Block.quantize` takes: one input, one method, one scheme each."""
+    batches: list[list[LayerTask]] = []
+    for group in input_groups(linears):
+        alike: dict[tuple[int, str], list[LayerTask]] = {}
+        for name in group:
+            if name in layers:
+                alike.setdefault((id(layers[name].stage), layers[name].scheme.name), []).append(layers[name])
+        batches.extend(alike.values())
+    return batches
+
+
+def output_error(weight: Tensor, decided: Tensor, stats: InputStats | None) -> tuple[float, str]:
+    """Signal over error in dB of two weights [N, K]: of their outputs where the Hessian is known, else their own."""
+    error = weight - decided
+    if stats is not None and stats.hessian is not None:
+        signal = float(((weight @ stats.hessian) * weight).sum())
+        noise = float(((error @ stats.hessian) * error).sum())
+        return _decibels(signal, noise), "output"
+    return _decibels(float(weight.square().sum()), float(error.square().sum())), "weight"
+
+
+def _decibels(signal: float, noise: float) -> float:
+    """10 log10(signal / noise), held within 0 signal and no noise by 200 dB, which float32 cannot reach."""
+    if noise <= 0:
+        return 200.0
+    return max(-200.0, 10 * math.log10(signal / noise)) if signal > 0 else -200.0
+
+
+def _rows(quantized: Quantized, rows: slice) -> Quantized:
+    """The same rows of every part of a weight."""
+    return Quantized(
+        q=quantized.q[rows],
+        scale=quantized.scale[rows],
+        zero=None if quantized.zero is None else quantized.zero[rows],
+        outlier_columns=quantized.outlier_columns,
+        outlier_weight=None if quantized.outlier_weight is None else quantized.outlier_weight[rows],
+    )

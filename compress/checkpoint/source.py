@@ -1,0 +1,84 @@
+"""What a run compresses: a float checkpoint as it is, or a quantized one read as the float weights it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.header import TensorInfo
+from compress.checkpoint.reader import Checkpoint
+from compress.formats import format_named
+from compress.formats.grid import dequantize
+from compress.formats.scheme import Scheme
+
+
+class Source(Protocol):
+    """Float tensors by name, read one at a time."""
+
+    @property
+    def folder(self) -> Any: ...
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Dequantized:
+    """A quantized checkpoint seen as a float one: `<module>.weight` [N, K] in `dtype` stands for the packed tensors."""
+
+    checkpoint: Checkpoint
+    schemes: dict[str, Scheme]
+    dtype: torch.dtype
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def folder(self) -> Any:
+        return self.checkpoint.folder
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {key: value for key, value in self.checkpoint.config.items() if key != "quantization_config"}
+
+    def read(self, name: str) -> Tensor:
+        """The float tensor `name`, dequantized where it is stored packed."""
+        module = name.removesuffix(".weight")
+        if module not in self.schemes or not name.endswith(".weight"):
+            return self.checkpoint.read(name)
+        scheme = self.schemes[module]
+        parts = {suffix: self.checkpoint.read(f"{module}.{suffix}") for suffix in _parts(self.checkpoint, module)}
+        return dequantize(format_named(scheme.format).unpack(parts, scheme.grid)).to(self.dtype)
+
+
+def dequantized(checkpoint: Checkpoint, schemes: dict[str, Scheme], dtype: torch.dtype) -> Dequantized:
+    """See `checkpoint`, whose modules are stored under `schemes`, as float tensors in `dtype`."""
+    packed = {f"{module}.{suffix}" for module in schemes for suffix in _parts(checkpoint, module)}
+    tensors = {name: info for name, info in checkpoint.tensors.items() if name not in packed}
+    for module, scheme in schemes.items():
+        first = checkpoint.tensors[f"{module}.{_parts(checkpoint, module)[0]}"]
+        rows, columns = _shape(checkpoint, module, scheme)
+        name = f"{module}.weight"
+        tensors[name] = TensorInfo(name, first.file, dtype, (rows, columns), 0, rows * columns * dtype.itemsize)
+    return Dequantized(checkpoint, schemes, dtype, tensors)
+
+
+def _parts(checkpoint: Checkpoint, module: str) -> list[str]:
+    prefix = module + "."
+    return [name[len(prefix) :] for name in checkpoint.tensors if name.startswith(prefix) and name != f"{prefix}bias"]
+
+
+def _shape(checkpoint: Checkpoint, module: str, scheme: Scheme) -> tuple[int, int]:
+    """Rows and columns of a stored weight."""
+    packed = checkpoint.tensors.get(f"{module}.weight_packed")
+    if packed is None:
+        rows, columns = checkpoint.tensors[f"{module}.weight"].shape
+        return rows, columns
+    return packed.shape[0], packed.shape[1] * 32 // scheme.grid.bits

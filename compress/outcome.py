@@ -1,0 +1,154 @@
+"""What a finished run leaves beside the weights: config, manifest, tokenizer, model card; and what identifies a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compress.checkpoint import manifest, quantization_config
+from compress.checkpoint.header import TensorInfo
+from compress.checkpoint.manifest import Manifest
+from compress.checkpoint.source import Source
+from compress.checkpoint.tokenizer import tokenizer_files
+from compress.plan import Plan, model_dtype
+from compress.recipe import Recipe
+from compress.tokens import Tokens
+
+SAMPLE = 1 << 16
+PACKAGES = ("lmpress", "torch", "transformers", "safetensors")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished checkpoint folder and its manifest."""
+
+    folder: Path
+    manifest: Manifest
+
+
+def read_outcome(folder: Path) -> Outcome:
+    """The outcome in a folder that is already finished."""
+    return Outcome(folder, manifest.read(folder))
+
+
+def source_identity(source: Source) -> str:
+    """A hash of the source's config, its tensors' names, dtypes and shapes, and 64 KiB from both ends of each file.
+
+    Reading whole files would cost a pass over the model before the run has begun.
+    """
+    digest = hashlib.sha256(json.dumps(source.config, sort_keys=True).encode())
+    for name, info in sorted(source.tensors.items()):
+        digest.update(f"{name} {info.dtype} {info.shape}".encode())
+    for file in sorted({info.file for info in source.tensors.values()}):
+        with file.open("rb") as stream:
+            digest.update(stream.read(SAMPLE))
+            stream.seek(max(0, file.stat().st_size - SAMPLE))
+            digest.update(stream.read(SAMPLE))
+    return digest.hexdigest()
+
+
+def fingerprint(recipe: Recipe, source: Source, device: torch.device) -> str:
+    """What must be equal for an unfinished run to be gone on with: recipe, source, versions and kind of device."""
+    parts = [recipe.sha256(), source_identity(source), device.type, *(f"{name} {version(name)}" for name in PACKAGES)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that the closing files are made of. tensors: as written, with their sha256. records: one per section."""
+
+    recipe: Recipe
+    source: Source
+    plan: Plan
+    tokens: Tokens | None
+    tensors: Mapping[str, TensorInfo]
+    sha256: Mapping[str, str]
+    records: list[dict[str, Any]]
+
+
+def closing_files(run: Run) -> dict[str, str | bytes | Path]:
+    """File name -> content, or file to copy, of everything beside the shards."""
+    told = make_manifest(run)
+    assignment = run.plan.assignment
+    schemes = {name: task.scheme for name, task in assignment.layers.items()}
+    quantization = quantization_config.build(schemes, list(assignment.untouched), run.plan.scale_dtype)
+    config = {**run.source.config, "quantization_config": quantization}
+    files: dict[str, str | bytes | Path] = {file.name: file for file in tokenizer_files(run.source.folder)}
+    files["config.json"] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    files[manifest.NAME] = manifest.encode(told)
+    files["README.md"] = model_card(told)
+    return files
+
+
+def make_manifest(run: Run) -> Manifest:
+    """The manifest of a run: no dates and no timings, so that two runs of one recipe write the same one."""
+    layers = [layer for record in run.records for layer in record["layers"]]
+    resolved = {key: value for key, value in run.recipe.resolved().items() if key not in ("model", "output")}
+    bytes_after = sum(info.nbytes for info in run.tensors.values())
+    weights = sum(prod(row.shape) for row in run.plan.rows if row.scheme)
+    untouched_bytes = sum(row.bytes_after for row in run.plan.rows if not row.scheme)
+    return Manifest(
+        recipe=resolved,
+        recipe_sha256=run.recipe.sha256(),
+        source={
+            "model_type": run.source.config["model_type"],
+            "dtype": str(model_dtype(run.source)).removeprefix("torch."),
+            "identity_sha256": source_identity(run.source),
+            "note": run.source.config.get("lmpress_note"),
+        },
+        calibration=run.tokens.description if run.tokens else None,
+        layers=layers,
+        tensors=manifest.tensor_table(run.tensors, run.sha256),
+        fallbacks=[{"name": row["name"], "reason": row["fallback"]} for row in layers if row["fallback"]],
+        skipped=[{"name": name, "reason": reason} for name, reason in run.plan.assignment.untouched.items()]
+        + [{"name": name, "reason": "a second copy of the tied embedding"} for name in run.plan.dropped],
+        versions={name: version(name) for name in PACKAGES},
+        size={
+            "bytes": bytes_after,
+            "bytes_baseline": run.plan.bytes_before,
+            "bits_per_weight": 8 * (bytes_after - untouched_bytes) / weights if weights else None,
+        },
+    )
+
+
+def model_card(told: Manifest) -> str:
+    """The README.md of the checkpoint folder: what it is, how it was made, how to load it."""
+    schemes = sorted({layer["scheme"] for layer in told.layers})
+    methods = sorted(
+        {layer["method"] for layer in told.layers} | {t for layer in told.layers for t in layer["transforms"]}
+    )
+    smaller = told.size["bytes_baseline"] / max(1, told.size["bytes"])
+    calibration = "no calibration data"
+    if told.calibration:
+        calibration = f"{told.calibration['tokens']} calibration tokens from {told.calibration['source']!r}"
+    lines = [
+        "---",
+        "library_name: transformers",
+        f"tags: [lmpress, {', '.join(schemes)}]",
+        "---",
+        f"# {told.source['model_type']} compressed to {', '.join(schemes)}",
+        "",
+        f"Written by lmpress {told.versions['lmpress']} with {', '.join(methods)} and {calibration}.",
+        f"{len(told.layers)} linear layers at {told.size['bits_per_weight']:.3f} bits per weight, scales included; "
+        f"{told.size['bytes']:,} bytes in all, {smaller:.2f} times smaller than the source.",
+        f"Fallbacks: {len(told.fallbacks)}. Left alone: {', '.join(row['name'] for row in told.skipped) or 'nothing'}.",
+        "",
+    ]
+    if told.source["note"]:
+        lines += [f"About the source weights: {told.source['note']}", ""]
+    if "LLM_INT8" in schemes:
+        lines += ["Outlier columns have no words in compressed-tensors: load it with lmpress.", ""]
+    else:
+        lines += [
+            "Loads with `transformers.AutoModelForCausalLM.from_pretrained` where compressed-tensors is installed.",
+            "",
+        ]
+    return "\n".join(lines)

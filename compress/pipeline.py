@@ -1,0 +1,113 @@
+"""Run a recipe: the only file that knows the order of things.
+
+source -> skeleton -> assignment -> plan -> tokens -> walk over the blocks -> manifest -> rename.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from compress.assignment import assign
+from compress.checkpoint import quantization_config
+from compress.checkpoint.output import refuse_overlap
+from compress.checkpoint.reader import Checkpoint, open_checkpoint
+from compress.checkpoint.source import Source, dequantized
+from compress.checkpoint.writer import Section, Writer
+from compress.errors import USAGE, InputError
+from compress.model import Skeleton, build_skeleton
+from compress.outcome import Outcome, Run, closing_files, fingerprint, read_outcome
+from compress.plan import Plan, make_plan
+from compress.recipe import Recipe
+from compress.tokens import calibration_tokens
+from compress.walk import Observer, Walk
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How to run, beside what. device: auto, cpu or cuda. restart: drop what an earlier run left, finished or not.
+    dequantize: accept a quantized source, as the float weights it stands for."""
+
+    device: str = "auto"
+    restart: bool = False
+    dequantize: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe bound to a model: everything that is known before a weight is read."""
+
+    recipe: Recipe
+    source: Source
+    skeleton: Skeleton
+    plan: Plan
+
+
+def prepare(recipe: Recipe, dequantize: bool = False) -> Job:
+    """Open the source, build its skeleton and plan. Raises InputError for whatever the recipe cannot do to it."""
+    if recipe.model is None:
+        raise InputError("recipe: field 'model' is missing: name the model's folder there or with --model", USAGE)
+    source = _open_source(Path(recipe.model), dequantize)
+    skeleton = build_skeleton(source.folder)
+    assignment = assign(recipe, skeleton, bool(source.config.get("tie_word_embeddings", False)))
+    return Job(recipe, source, skeleton, make_plan(recipe, source, skeleton, assignment))
+
+
+def run(recipe: Recipe, options: RunOptions, observer: Observer) -> Outcome:
+    """Do what the recipe says and leave a finished checkpoint in its output folder.
+
+    The same call after a kill, whenever it came, goes on and ends in the same bytes. Raises InputError for bad input
+    and for what the calibration data or the disk make impossible; nothing half-written is left under the output's name.
+    """
+    if recipe.output is None:
+        raise InputError("recipe: field 'output' is missing: name the folder to write there or with --output", USAGE)
+    output = Path(recipe.output)
+    job = prepare(recipe, options.dequantize)
+    refuse_overlap(output, job.source.folder)
+    device = pick_device(options.device)
+    sections = [Section(name, parts) for name, parts in job.plan.sections]
+    mark = fingerprint(recipe, job.source, device)
+    writer = Writer(output, sections, mark, recipe.export.shard_bytes, options.restart)
+    if writer.complete:
+        observer.event("complete", output=str(output))
+        return read_outcome(output)
+    observer.event("started", blocks=len(job.skeleton.blocks), done=len(writer.done), device=str(device))
+    tokens = None
+    if job.plan.assignment.needs_calibration:
+        tokens = calibration_tokens(
+            recipe, job.source, writer.work, lambda done, total: observer.event("sampling", done=done, total=total)
+        )
+        observer.event("tokens", **tokens.description)
+    records = Walk(job.source, job.skeleton, job.plan, writer, device, observer).run(tokens)
+    closing = closing_files(Run(recipe, job.source, job.plan, tokens, writer.tensors, writer.sha256, records))
+    writer.finish(closing, job.plan.bytes_after if job.plan.exact else None)
+    observer.event("finished", output=str(output))
+    return read_outcome(output)
+
+
+def pick_device(wish: str) -> torch.device:
+    """The device that blocks are worked on. Raises InputError where cuda is asked for and absent."""
+    if wish not in ("auto", "cpu", "cuda"):
+        raise InputError(f"--device: {wish!r} is not known: give auto, cpu or cuda", USAGE)
+    if wish == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device: cuda is asked for, but torch sees no GPU: give cpu, or install a CUDA build", USAGE)
+    return torch.device("cuda" if wish != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _open_source(folder: Path, dequantize: bool) -> Source:
+    checkpoint: Checkpoint = open_checkpoint(folder)
+    if checkpoint.quantization is None:
+        return checkpoint
+    if not dequantize:
+        what = quantization_config.describe(checkpoint.config)
+        raise InputError(
+            f"{folder / 'config.json'}: the model is already quantized ({what}): give the float model, or --dequantize "
+            "to go on from what these weights stand for"
+        )
+    suffix = ".weight_scale"
+    modules = [name.removesuffix(suffix) for name in checkpoint.tensors if name.endswith(suffix)]
+    schemes = quantization_config.parse(checkpoint.config, modules)
+    dtype = getattr(torch, str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bfloat16"))
+    return dequantized(checkpoint, schemes, dtype)

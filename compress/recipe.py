@@ -1,0 +1,261 @@
+"""Recipes: what to do to a model, as YAML or JSON, checked key by key before anything is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, WithJsonSchema
+
+from compress import methods
+from compress.document import Place, override, read, refuse_unknown, short, validate
+from compress.errors import USAGE, InputError, did_you_mean
+from compress.formats.scheme import Scheme, scheme_named
+
+SHIPPED = "compress.recipes"
+
+
+class Calibration(BaseModel):
+    """Which tokens feed the statistics.
+
+    source: a text, JSON-lines or Parquet file, a folder of them, a dataset's name, or `self`: text the model writes.
+    samples: sequences of `seqlen` tokens each. seed: of the choice of sequences, and of sampling where source is self.
+    chat: put each text through the tokenizer's chat template.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: str = Field(default="self", min_length=1)
+    samples: int = Field(default=128, ge=1)
+    seqlen: int = Field(default=2048, ge=2)
+    seed: int = Field(default=0, ge=0)
+    chat: bool = False
+
+
+class Export(BaseModel):
+    """How the checkpoint is written. scale_dtype `auto` is the model's own; shard_bytes bounds one safetensors file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal["native"] = "native"
+    scale_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    shard_bytes: int = Field(default=4 << 30, ge=1)
+
+
+class Evaluate(BaseModel):
+    """What is measured on the result.
+
+    text: files (none: nothing), read in windows of `context` tokens, at most `tokens` of each.
+    gates: conditions on the report such as `ppl_ratio <= 1.05`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    text: tuple[str, ...] = ()
+    context: int = Field(default=512, ge=2)
+    tokens: int | None = Field(default=None, ge=2)
+    gates: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step: a method, its settings, and the modules it works on.
+
+    targets and ignore: globs over module names, class names, or `re:` patterns; ("*",) is every Linear of the decoder
+    blocks. scheme: of quantize stages only. where: the stage's place, for messages.
+    """
+
+    kind: str
+    method: str
+    settings: BaseModel
+    scheme: Scheme | None = None
+    targets: tuple[str, ...] = ("*",)
+    ignore: tuple[str, ...] = ()
+    where: str = field(default="stages", compare=False, repr=False)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The input statistics the method wants; empty when it needs no calibration."""
+        return frozenset(methods.find(self.kind, self.method).NEEDS)
+
+    def resolved(self) -> dict[str, Any]:
+        """The stage as it would stand in a recipe, every default spelt out."""
+        body: dict[str, Any] = {"method": self.method}
+        if self.scheme is not None:
+            body |= {"scheme": self.scheme.name, "group_size": self.scheme.grid.group_size or "channel"}
+        body |= self.settings.model_dump(mode="json")
+        return {self.kind: body, "targets": list(self.targets), "ignore": list(self.ignore)}
+
+
+class Recipe(BaseModel):
+    """A whole recipe. `model` and `output` may be left to the command line."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: Literal[1]
+    model: str | None = None
+    output: str | None = None
+    calibration: Calibration = Calibration()
+    stages: Annotated[tuple[InstanceOf[Stage], ...], Field(min_length=1), WithJsonSchema({"type": "array"})]
+    export: Export = Export()
+    evaluate: Evaluate = Evaluate()
+
+    def resolved(self) -> dict[str, Any]:
+        """The recipe with every default spelt out, as JSON types; loading it again gives an equal recipe."""
+        plain = self.model_dump(mode="json", exclude={"stages"})
+        stages = [stage.resolved() for stage in self.stages]
+        return {key: stages if key == "stages" else plain[key] for key in type(self).model_fields}
+
+    def sha256(self) -> str:
+        """Hash of the resolved recipe without `model` and `output`: the same wherever it runs."""
+        resolved = {key: value for key, value in self.resolved().items() if key not in ("model", "output")}
+        return hashlib.sha256(json.dumps(resolved, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def at(self, model: str | None, output: str | None) -> Recipe:
+        """The same recipe with its folders replaced where they are given."""
+        return self.model_copy(update={"model": model or self.model, "output": output or self.output})
+
+    def expand(self, path: str) -> str:
+        """`path` with `{model}` replaced by the model's folder. Relative paths count from where the run starts."""
+        if "{model}" not in path:
+            return path
+        if self.model is None:
+            raise InputError(f"recipe: field 'model' is missing, but {path!r} refers to it: give --model", USAGE)
+        return path.replace("{model}", self.model)
+
+
+def shipped() -> dict[str, Path]:
+    """The recipes that come with the package: name -> file."""
+    folder = Path(str(files(SHIPPED)))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file, or a shipped recipe by name, and apply `a.b=c` overrides.
+
+    Raises InputError naming the file, the field, its value and the mend.
+    """
+    file = Path(path)
+    if not file.exists():
+        known = shipped()
+        if str(path) not in known:
+            hint = did_you_mean(str(path), known) or f": give a file, or one of {', '.join(known)}"
+            raise InputError(f"{path}: no such recipe{hint}", USAGE)
+        file = known[str(path)]
+    return parse(read(file), str(path), overrides)
+
+
+def parse(document: Any, name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe from plain data. `name` is what messages call it."""
+    if not isinstance(document, dict):
+        kind = "empty" if document is None else f"a {type(document).__name__}"
+        raise InputError(f"{name}: a recipe is a mapping of keys, this is {kind}: begin with 'version: 1'", USAGE)
+    document = override(document, overrides)
+    place = Place(name)
+    refuse_unknown(document, tuple(Recipe.model_fields), place)
+    stages = document.get("stages")
+    if isinstance(stages, list):
+        document["stages"] = tuple(_stage(raw, place.at("stages", i)) for i, raw in enumerate(stages))
+        if not stages:
+            raise place.at("stages").error("is empty: name at least one stage")
+    return validate(Recipe, document, place)
+
+
+class _Head(BaseModel):
+    """Keys that every method shares."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: str
+
+
+class _Quantize(BaseModel):
+    """Keys that every quantizer shares. group_size: columns per scale, or `channel` for one scale per row."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: str
+    scheme: str
+    group_size: int | Literal["channel"] | None = None
+
+
+class _Scope(BaseModel):
+    """Keys beside the method: which modules."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    targets: tuple[str, ...] = Field(default=("*",), min_length=1)
+    ignore: tuple[str, ...] = ()
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The resolved recipe as YAML; loading it gives an equal recipe."""
+    return yaml.safe_dump(recipe.resolved(), sort_keys=False, width=120)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of a recipe, every method's settings included."""
+    schema = Recipe.model_json_schema()
+    patterns = {"type": "array", "items": {"type": "string"}}
+    kinds = []
+    for kind in methods.KINDS:
+        bodies = [_body_schema(kind, method, schema["$defs"]) for method in methods.names(kind)]
+        properties = {kind: {"oneOf": bodies}, "targets": patterns, "ignore": patterns}
+        kinds.append({"type": "object", "properties": properties, "required": [kind], "additionalProperties": False})
+    schema["properties"]["stages"] = {"type": "array", "minItems": 1, "items": {"oneOf": kinds}}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _body_schema(kind: str, method: str, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Schema of the mapping under `kind`; what it refers to is added to `definitions`."""
+    head = _heads(kind)
+    body = methods.find(kind, method).Config.model_json_schema()
+    definitions |= body.pop("$defs", {})
+    shared = head.model_json_schema()["properties"] | {"method": {"const": method}}
+    required = [key for key, field in head.model_fields.items() if field.is_required()]
+    return body | {"title": method, "properties": shared | body.get("properties", {}), "required": required}
+
+
+def _heads(kind: str) -> type[_Head] | type[_Quantize]:
+    return _Quantize if kind == "quantize" else _Head
+
+
+def _stage(raw: Any, place: Place) -> Stage:
+    """One entry of `stages`."""
+    if not isinstance(raw, dict):
+        raise place.error(f"is {short(raw)}: a stage is a mapping such as {{quantize: {{method: ...}}}}")
+    refuse_unknown(raw, (*methods.KINDS, *_Scope.model_fields), place)
+    kinds = [kind for kind in methods.KINDS if kind in raw]
+    if len(kinds) != 1:
+        raise place.error(f"has {' and '.join(kinds) or 'none'} of {', '.join(methods.KINDS)}: give exactly one")
+    kind, body, inner = kinds[0], raw[kinds[0]], place.at(kinds[0])
+    if not isinstance(body, dict):
+        raise inner.error(f"is {short(body)}: give a mapping such as {{method: ...}}")
+    misplaced = [key for key in body if key in _Scope.model_fields]
+    if misplaced:
+        raise inner.at(misplaced[0]).error(f"is misplaced: it stands beside {kind!r}, not inside")
+    shared = tuple(_heads(kind).model_fields)
+    head = validate(_heads(kind), {key: value for key, value in body.items() if key in shared}, inner)
+    settings = {key: value for key, value in body.items() if key not in shared}
+    try:
+        method = methods.find(kind, head.method)
+        scheme = scheme_named(head.scheme, head.group_size) if isinstance(head, _Quantize) else None
+    except InputError as error:
+        raise InputError(f"{place.document}: field {inner.path}.{error}", USAGE) from error
+    refuse_unknown(settings, (*shared, *method.Config.model_fields), inner)
+    scope = validate(_Scope, {key: value for key, value in raw.items() if key != kind}, place)
+    return Stage(
+        kind=kind,
+        method=head.method,
+        settings=validate(method.Config, settings, inner),
+        scheme=scheme,
+        targets=scope.targets,
+        ignore=scope.ignore,
+        where=f"{place.document}: {place.path}",
+    )

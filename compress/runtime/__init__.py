@@ -1,0 +1,1 @@
+"""The runtime: what an exported folder needs in order to run, and nothing else."""

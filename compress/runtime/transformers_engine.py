@@ -1,0 +1,132 @@
+"""The engine for architectures that the decoder does not know: transformers' model, with packed linear layers in it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.checkpoint import Checkpoint
+from compress.errors import InputError
+from compress.runtime.assign import assign, schemes_of
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """The sizes of a model that a report asks for, whatever its architecture."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    layer_count: int
+    kv_heads: int
+    head_dim: int
+    context_length: int
+
+
+class TransformersNetwork(nn.Module):
+    """A causal language model of transformers, its forward pass cut in two where the decoder hands over to the head."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.decoder = model.get_decoder()
+        # transformers 5.2x renames the argument that carries the cache.
+        names = inspect.signature(inspect.unwrap(type(self.decoder).forward)).parameters
+        self.cache_argument = "past_key_values" if "past_key_values" in names else "cache"
+        with torch.inference_mode():
+            probe = self.decoder(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+        self.output_type = type(probe)
+
+    def hidden(self, tokens: Tensor, cache: Any = None) -> Tensor:
+        arguments = {self.cache_argument: cache, "use_cache": cache is not None}
+        return self.decoder(input_ids=tokens, **arguments).last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head's logits, with whatever scaling or capping the architecture's own forward pass adds."""
+        flat = hidden.reshape(1, -1, hidden.shape[-1])
+        self.decoder.forward = lambda *_, **__: self.output_type(last_hidden_state=flat)
+        try:
+            logits = self.model(input_ids=flat.new_zeros(1, flat.shape[1], dtype=torch.long), use_cache=False).logits
+        finally:
+            del self.decoder.forward
+        return logits.view(*hidden.shape[:-1], logits.shape[-1])
+
+    def new_cache(self, batch: int, capacity: int) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config)
+
+
+def build(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> tuple[TransformersNetwork, Dimensions]:
+    """transformers' model for `checkpoint`. Packed weights stay packed.
+
+    Raises InputError for an architecture that transformers does not know either.
+    """
+    if checkpoint.quantization is None:
+        model = _load(checkpoint.folder, dtype).to(device)
+    else:
+        model = _skeleton(checkpoint.folder)
+        try:
+            assign(model, checkpoint, schemes_of(checkpoint, model), device, dtype)
+        except InputError as error:
+            hint = "or export it as 'dense', since transformers regroups some architectures' tensors as it loads them"
+            raise InputError(f"{error}, {hint}") from None
+        for name, buffer in model.named_buffers():
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, buffer.to(device))
+    return TransformersNetwork(model.eval()), _dimensions(model.config)
+
+
+def _load(folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        raise _refused(folder, error) from None
+    if loaded["missing_keys"]:
+        name = sorted(loaded["missing_keys"])[0]
+        raise InputError(f"{folder}: tensor {name!r} is missing: copy or export the folder again")
+    return model
+
+
+def _skeleton(folder: Path) -> Any:
+    """The model with its parameters on meta and its computed tables real."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        del config.quantization_config
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, OSError) as error:
+        raise _refused(folder, error) from None
+    model.tie_weights()
+    return model
+
+
+def _refused(folder: Path, error: Exception) -> InputError:
+    reason = str(error).strip().partition("\n")[0]
+    return InputError(f"{folder}: neither the bundled decoder nor transformers can load it: {reason}")
+
+
+def _dimensions(config: Any) -> Dimensions:
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    return Dimensions(
+        family=config.model_type,
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        layer_count=text.num_hidden_layers,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        context_length=getattr(text, "max_position_embeddings", None) or 2048,
+    )

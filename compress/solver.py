@@ -1,0 +1,74 @@
+"""The column solver: visit input columns one by one, let a rule decide each, and push its error onto those that follow.
+
+Optimal Brain Surgeon as GPTQ (arXiv 2210.17323, algorithm 1) and SparseGPT (arXiv 2301.00774, algorithm 1) use it: with
+H^-1 = U^T U, U upper triangular, the error of column j, divided by U[j, j], times row j of U is what the columns after
+j must give way. Errors inside a block of columns are applied when a column is reached, the rest once per block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAXIMUM_DAMPING = 1.0
+ESCALATION = 10.0
+
+
+@dataclass(frozen=True)
+class Factor:
+    """U [K, K] with (H + damping * mean(diag H) * I)^-1 = U^T U, and the damping that made H positive definite."""
+
+    upper: Tensor
+    damping: float
+
+
+def factorize(hessian: Tensor, damping: float) -> Factor | None:
+    """Invert and factor the damped `hessian` [K, K]; None when it is not positive definite even at MAXIMUM_DAMPING.
+
+    The rule for a failing factorization: damping is multiplied by ESCALATION until it works or passes the maximum.
+    With F reversing the order of rows and columns, F H F = L L^T makes H = R R^T with R = F L F upper triangular,
+    hence U = R^-1: one Cholesky factorization and one triangular inverse, no explicit H^-1.
+    """
+    mean = hessian.diagonal().mean()
+    if not torch.isfinite(mean) or mean <= 0:
+        return None
+    identity = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
+    while damping <= MAXIMUM_DAMPING:
+        flipped = hessian.flip(0, 1)
+        flipped.diagonal().add_(damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(flipped)
+        if not failed:
+            inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
+            if torch.isfinite(inverse).all():
+                return Factor(inverse.flip(0, 1).contiguous(), damping)
+        damping = damping * ESCALATION if damping > 0 else 0.001
+    return None
+
+
+def solve_columns(
+    weight: Tensor, upper: Tensor, decide: Callable[[int, Tensor], Tensor], block_size: int = 128
+) -> float:
+    """Decide the columns of `weight` in order, compensating each one's error in those to come.
+
+    weight: float32 [K, N], the layer's weight transposed so that a column is one contiguous row; overwritten with the
+    decided values. upper: [K, K] from `factorize`, in the same order. decide(j, values [N]) gives column j's final
+    values. Returns the sum of squared compensated errors: the rise of tr(dW H dW^T), damping included.
+    """
+    columns = len(weight)
+    loss = 0.0
+    for start in range(0, columns, block_size):
+        stop = min(start + block_size, columns)
+        block = weight[start:stop]
+        corner = upper[start:stop, start:stop]
+        errors = torch.empty_like(block)
+        for j in range(stop - start):
+            values = torch.addmv(block[j], errors[:j].T, corner[:j, j], alpha=-1) if j else block[0].clone()
+            decided = decide(start + j, values)
+            torch.sub(values, decided, out=errors[j]).div_(corner[j, j])
+            block[j] = decided
+        weight[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
+        loss += float(errors.square().sum())
+    return loss

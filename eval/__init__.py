@@ -1,0 +1,1 @@
+"""Evaluation: what a compressed model lost, what it gained, and one report of both."""

@@ -1,0 +1,42 @@
+"""The machine and the packages that figures were measured with."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("lmpress", "torch", "transformers")
+
+
+def host(device: torch.device, bandwidth: float) -> dict[str, Any]:
+    """The report's `host`; `bandwidth` in bytes per second."""
+    return {
+        "cpu": _processor(),
+        "threads": torch.get_num_threads(),
+        "memory_bandwidth_gbs": bandwidth / 1e9,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """The report's `versions`; None for a package that is not installed."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    """The processor's model name where Linux tells it, else its architecture."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text(encoding="utf-8", errors="replace").splitlines() if information.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,107 @@
+"""Size of a checkpoint: bytes on disk, stored bits per weight, and key-value cache per token."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+from compress.checkpoint import Checkpoint, TensorInfo
+from compress.formats import pack_quantized
+from compress.formats.scheme import Scheme
+
+
+class Dimensions(Protocol):
+    """The sizes of a model that its cache follows from."""
+
+    @property
+    def layer_count(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class ModuleSize:
+    """A tensor, or all tensors of a compressed layer: `weights` elements in `nbytes`. scheme: None if uncompressed."""
+
+    name: str
+    scheme: Scheme | None
+    weights: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Size:
+    """file_bytes: of the shard files, headers included. modules: all that they store, in order; ties count once."""
+
+    file_bytes: int
+    modules: tuple[ModuleSize, ...]
+
+    @property
+    def compressed(self) -> tuple[ModuleSize, ...]:
+        return tuple(module for module in self.modules if module.scheme is not None)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits, scales and outlier columns included, per weight of the compressed layers; of all if none is."""
+        return bits_per_weight(self.compressed or self.modules)
+
+    @property
+    def bits_per_weight_all(self) -> float:
+        """Stored bits per parameter of the whole model, embeddings and norms included."""
+        return bits_per_weight(self.modules)
+
+
+def bits_per_weight(modules: tuple[ModuleSize, ...]) -> float:
+    return 8 * sum(module.nbytes for module in modules) / max(1, sum(module.weights for module in modules))
+
+
+def measure_size(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> Size:
+    """The size of `checkpoint`, whose compressed layers have `schemes` (module -> scheme). Reads no weight."""
+    parts: dict[str, list[TensorInfo]] = defaultdict(list)
+    for name, info in checkpoint.tensors.items():
+        module, _, suffix = name.rpartition(".")
+        # A bias is no part of the compressed weight: it counts under its own name.
+        parts[module if module in schemes and suffix != "bias" else name].append(info)
+    files = {info.file for info in checkpoint.tensors.values()}
+    modules = tuple(_module_size(name, infos, schemes.get(name)) for name, infos in parts.items())
+    return Size(sum(file.stat().st_size for file in files), modules)
+
+
+def _module_size(name: str, infos: list[TensorInfo], scheme: Scheme | None) -> ModuleSize:
+    # What stands for the weight itself; scales, zero points and outlier columns add bytes but no weights.
+    weight = next((info for info in infos if info.name in (f"{name}.weight", f"{name}.weight_packed")), infos[0])
+    weights = prod(weight.shape)
+    if scheme is not None and scheme.format == pack_quantized.NAME:
+        weights *= pack_quantized.WORD // scheme.grid.bits
+    return ModuleSize(name, scheme, weights, sum(info.nbytes for info in infos))
+
+
+def kv_bytes_per_token(checkpoint: Checkpoint, dimensions: Dimensions) -> int:
+    """Bytes of key-value cache per token: 2 x layers x kv heads x head size x bytes.
+
+    Bytes are those of the dtype that most of the checkpoint's floating-point data is in.
+    """
+    totals: Counter[int] = Counter()
+    for info in checkpoint.tensors.values():
+        totals[info.dtype.itemsize] += info.nbytes if info.dtype.is_floating_point else 0
+    itemsize = totals.most_common(1)[0][0]
+    return 2 * dimensions.layer_count * dimensions.kv_heads * dimensions.head_dim * itemsize
+
+
+def bytes_read_per_token(size: Size, itemsize: int) -> int:
+    """Bytes of weights that one decoded token reads at least: compressed layers as stored, all others in run dtype.
+
+    `itemsize` is the run dtype's. Where there is an output head of its own, the input embedding gives one row only, and
+    is left out.
+    """
+    has_head = any(module.name.startswith("lm_head") for module in size.modules)
+    idle = {module.name for module in size.modules if has_head and "embed_tokens" in module.name}
+    read = [module for module in size.modules if module.name not in idle]
+    return sum(module.nbytes if module.scheme else module.weights * itemsize for module in read)

@@ -1,0 +1,253 @@
+"""A report as plain tables of text, which every renderer shows in its own way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compress.eval.report import figures
+
+NOT_MEASURED = "–"
+
+
+@dataclass(frozen=True)
+class Table:
+    """rows: cells as text, one per column. failed: indexes of rows to mark. note: one line on how to read it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    failed: frozenset[int] = frozenset()
+
+    @property
+    def figures(self) -> tuple[bool, ...]:
+        """For each column, whether it holds figures, which stand to the right, and not words."""
+        cells = zip(*self.rows, strict=True) if self.rows else [()] * len(self.columns)
+        return tuple(any(cell[:1].isdecimal() for cell in column) for column in cells)
+
+
+def number(value: float | None, form: str = ".4g") -> str:
+    """`value` in `form`, or a dash where it was not measured."""
+    return NOT_MEASURED if value is None else format(value, form)
+
+
+def storage(nbytes: float | None) -> str:
+    """Bytes in decimal units, as disks and memory bandwidths count."""
+    if nbytes is None:
+        return NOT_MEASURED
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}" if nbytes < 1000 * scale else f"{nbytes / scale:,.0f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def percent(share: float | None) -> str:
+    return NOT_MEASURED if share is None else f"{100 * share:.3g} %"
+
+
+def times(ratio: float | None) -> str:
+    return NOT_MEASURED if ratio is None else f"{ratio:.3g} ×"
+
+
+def rate(value: float | None) -> str:
+    """Something per second: three digits, and no exponent."""
+    return number(value, ".3g" if value is None or value < 1000 else ",.0f")
+
+
+def measured(value: float | None, error: float | None, form: str = ".4g") -> str:
+    """A value with its standard error."""
+    return number(value, form) if value is None or error is None else f"{number(value, form)} ± {error:.2g}"
+
+
+def report_tables(report: Mapping[str, Any]) -> list[Table]:
+    """The tables of one report in reading order; those without a row are left out."""
+    tables = [
+        gate_table(report),
+        quality_table(report),
+        size_table(report),
+        speed_table(report),
+        kind_table(report["layers"]),
+        miss_table(report["layers"]),
+        Table("Fallbacks", ("layer", "reason"), _named(report["fallbacks"])),
+        Table("Left alone", ("layer", "reason"), _named(report["skipped"])),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def gate_table(report: Mapping[str, Any]) -> Table:
+    rows = tuple(
+        (
+            gate["expr"],
+            "not measured" if gate["value"] is None else number(gate["value"], ".6g"),
+            "passed" if gate["passed"] else "FAILED",
+        )
+        for gate in report["gates"]
+    )
+    failed = frozenset(index for index, gate in enumerate(report["gates"]) if not gate["passed"])
+    return Table("Gates", ("gate", "measured", "verdict"), rows, failed=failed)
+
+
+def quality_table(report: Mapping[str, Any]) -> Table:
+    quality = report["quality"]
+    if quality["ppl"] is None and not quality["tokens"]:
+        return Table("Quality", (), ())
+    rows = [
+        ("perplexity", measured(quality["ppl"], quality["ppl_stderr"])),
+        ("bits per byte", number(quality["bits_per_byte"])),
+    ]
+    if report["baseline"]:
+        rows[1:1] = [
+            ("perplexity of the baseline", number(quality["ppl_baseline"])),
+            ("perplexity ratio", measured(quality["ppl_ratio"], quality["ppl_ratio_stderr"])),
+        ]
+        rows += [(f"KL to the baseline, {name}", number(quality[key])) for name, key in KL_ROWS]
+        rows.append(("same most likely token", percent(quality["top1_agreement"])))
+    extent = f"{quality['tokens']:,} tokens predicted in windows of {quality['context']}"
+    note = f"{quality['text']}: {extent}; ± is one standard error, clustered by window; KL in nats per token"
+    return Table("Quality", ("", "measured"), tuple(rows), note)
+
+
+KL_ROWS = (("mean", "kl_mean"), ("median", "kl_median"), ("99th percentile", "kl_p99"), ("largest", "kl_max"))
+
+
+def size_table(report: Mapping[str, Any]) -> Table:
+    size, memory = report["size"], report["memory"]
+    ratio = figures(report)["size_ratio"]
+    rows = (
+        ("weights on disk", storage(size["bytes"])),
+        ("weights of the baseline", storage(size["bytes_baseline"])),
+        ("share of the baseline", percent(ratio)),
+        ("bits per weight, compressed layers", number(size["bits_per_weight"])),
+        ("bits per weight, whole model", number(size["bits_per_weight_all"])),
+        ("key-value cache per token", storage(size["kv_bytes_per_token"])),
+        ("peak resident memory", storage(memory["peak_rss"])),
+        ("peak device memory", storage(memory["peak_device"])),
+    )
+    return Table("Size and memory", ("", "measured"), tuple(row for row in rows if row[1] != NOT_MEASURED))
+
+
+def speed_table(report: Mapping[str, Any]) -> Table:
+    host = report["host"]
+    rows = []
+    for row in report["speed"]:
+        speedup = row["tokens_per_s"] / row["tokens_per_s_baseline"] if row["tokens_per_s_baseline"] else None
+        rates = (rate(row[key]) for key in ("tokens_per_s", "tokens_per_s_baseline"))
+        moved = (number(row["gbs"], ".3g"), percent(row["bandwidth_share"]))
+        rows.append((row["phase"], *rates, times(speedup), rate(row["chars_per_s"]), *moved))
+    columns = ("phase", "tokens/s", "baseline", "speedup", "chars/s", "GB/s", "of memory")
+    kernels = {name: kernel for row in report["speed"] for name, kernel in (row["kernel"] or {}).items()}
+    ran = "; ".join(f"{name} by {kernel}" for name, kernel in kernels.items()) or "no packed weights"
+    prompt = f"batch 1, prompt of {report['speed'][0]['prompt']} tokens" if rows else ""
+    machine = f"{host['threads']} threads, {host['gpu'] or host['cpu']}"
+    bandwidth = f"memory {number(host['memory_bandwidth_gbs'], '.3g')} GB/s"
+    return Table("Speed", columns, tuple(rows), f"{prompt}; {machine}, {bandwidth}; {ran}")
+
+
+def layer_kind(name: str) -> tuple[int, str]:
+    """(block index, name with * for it): model.layers.3.mlp.up_proj -> 3, model.layers.*.mlp.up_proj."""
+    match = re.search(r"(?<=\.)\d+(?=\.)", name)
+    return (int(match[0]), f"{name[: match.start()]}*{name[match.end() :]}") if match else (0, name)
+
+
+def in_block(kind: str) -> str:
+    """A kind's name inside its block: model.layers.*.mlp.up_proj -> mlp.up_proj; lm_head stays."""
+    return kind.partition("*.")[2] or kind
+
+
+def by_kind(layers: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Layers by kind, in order of first appearance."""
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for row in layers:
+        kinds.setdefault(layer_kind(row["name"])[1], []).append(row)
+    return kinds
+
+
+def kind_table(layers: Sequence[Mapping[str, Any]]) -> Table:
+    """One row per kind of layer: the same projection in every block."""
+    rows = []
+    for kind, members in by_kind(layers).items():
+        errors = sorted((row["error_db"], row["name"]) for row in members if row["error_db"] is not None)
+        mean = sum(error for error, _ in errors) / len(errors) if errors else None
+        worst = (number(errors[0][0], ".3g"), str(layer_kind(errors[0][1])[0])) if errors else (NOT_MEASURED,) * 2
+        bits = sum(row["bits_per_weight"] for row in members) / len(members)
+        names = (_distinct(members, key) for key in ("method", "scheme"))
+        rows.append((in_block(kind), str(len(members)), *names, number(bits), number(mean, ".3g"), *worst))
+    columns = ("layers", "n", "method", "scheme", "bits", "dB mean", "dB worst", "in block")
+    measures = sorted({row["error_of"] for row in layers if row["error_of"]})
+    note = "bits: stored per weight, scales included"
+    if measures:
+        note += f"; dB: signal over error of each layer's {' or '.join(measures)}, higher is better"
+    return Table("Layers", columns, tuple(rows), note)
+
+
+def miss_table(layers: Sequence[Mapping[str, Any]]) -> Table:
+    """Layers whose inputs reached the outlier threshold outside the outlier columns, most misses first."""
+    counted = [row for row in layers if row["outlier_misses"]]
+    missed = sorted(
+        (row for row in counted if row["outlier_misses"]["over"]), key=lambda row: -row["outlier_misses"]["over"]
+    )
+    rows = tuple(
+        (
+            row["name"],
+            str(len(row["outlier_columns"] or [])),
+            f"{row['outlier_misses']['over']:,}",
+            percent(row["outlier_misses"]["over"] / max(1, row["outlier_misses"]["seen"])),
+        )
+        for row in missed[:12]
+    )
+    note = f"{len(missed)} of {len(counted)} layers saw activations over the threshold outside their outlier columns"
+    return Table("Outliers that were missed", ("layer", "outlier columns", "activations", "share"), rows, note)
+
+
+def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
+    """One row per layer."""
+    rows = tuple(
+        (
+            row["name"],
+            row["method"] or NOT_MEASURED,
+            row["scheme"] or NOT_MEASURED,
+            row["format"] or NOT_MEASURED,
+            row["kernel"] or NOT_MEASURED,
+            number(row["bits_per_weight"]),
+            number(row["error_db"], ".3g"),
+            number(row["damping"], ".3g"),
+            number(row["tokens"], ","),
+            number(row["seconds"], ".3g"),
+            row["fallback"] or "",
+            " ".join(map(str, row["outlier_columns"] or ())),
+        )
+        for row in layers
+    )
+    columns = (
+        "layer",
+        "method",
+        "scheme",
+        "format",
+        "kernel",
+        "bits",
+        "dB",
+        "damping",
+        "tokens",
+        "s",
+        "fallback",
+        "outlier columns",
+    )
+    return Table("Every layer", columns, rows)
+
+
+def _distinct(rows: Sequence[Mapping[str, Any]], key: str) -> str:
+    return ", ".join(dict.fromkeys(str(row[key]) for row in rows if row[key])) or NOT_MEASURED
+
+
+def _named(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:
+    """Rows of (layers, reason): names that share a reason stand together by kind."""
+    reasons: dict[tuple[str, str], int] = {}
+    for row in rows:
+        key = (layer_kind(row["name"])[1], row["reason"])
+        reasons[key] = reasons.get(key, 0) + 1
+    return tuple(
+        (f"{in_block(kind)} ({count})" if count > 1 else kind, reason) for (kind, reason), count in reasons.items()
+    )

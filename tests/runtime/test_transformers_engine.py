@@ -1,0 +1,88 @@
+"""Architectures that the decoder does not know: transformers' own answers, packed or not, and a note that says so."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from compress.errors import InputError
+from compress.formats.scheme import scheme_named
+from compress.runtime.load import load_model
+from tests.runtime.packing import write_packed
+from tests.tiny import write_model
+
+TOKENS = torch.randint(0, 256, (2, 33), generator=torch.Generator().manual_seed(0))
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("gpt2", {}, "model_type 'gpt2'"),
+        ("granite", {"logits_scaling": 3.0}, "model_type 'granite'"),  # its head divides the logits
+        ("mixtral", {"num_local_experts": 4}, "model_type 'mixtral'"),  # its tensors are regrouped on loading
+        ("llama", {"rope_parameters": YARN}, "rope_type is 'yarn'"),
+    ],
+    ids=["gpt2", "granite", "mixtral", "yarn"],
+)
+def test_unknown_architectures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, model_type: str, changes: dict[str, Any], reason: str
+) -> None:
+    folder = write_model(tmp_path / "model", model_type, torch.float32, **changes)
+    with torch.no_grad():
+        want = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS).logits
+    with caplog.at_level(logging.WARNING, "compress"):
+        model = load_model(folder)
+    assert model.engine == "transformers" and reason in model.notes[0] and reason in caplog.text
+    assert (model.config.vocab_size, model.config.layer_count, model.config.head_dim) == (288, 2, 16)
+    assert torch.allclose(model.logits(model.hidden(TOKENS)), want, atol=1e-5)
+    cache = model.new_cache(2, 33)
+    chunks = [TOKENS[:, :20], *TOKENS[:, 20:].split(1, dim=1)]
+    stepwise = torch.cat([model.hidden(chunk, cache) for chunk in chunks], dim=1)
+    assert torch.allclose(model.logits(stepwise), want, atol=1e-5)
+    with pytest.raises(InputError, match="token id 288"):
+        model.hidden(torch.tensor([[288]]))
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
+def test_packed_layers_are_swapped_in(tmp_path: Path, scheme: str) -> None:
+    plain = write_model(tmp_path / "plain", rope_parameters=YARN, tie_word_embeddings=True)
+    folder = write_packed(plain, tmp_path / "packed", scheme_named(scheme, 32 if scheme == "W4A16" else None))
+    with torch.no_grad():
+        want = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS).logits
+    model = load_model(folder)
+    assert model.engine == "transformers" and len(model.kernels) == 14
+    got = model.logits(model.hidden(TOKENS))
+    assert ((got - want).abs().max() / want.abs().max()).item() < 1e-3
+
+
+def test_packed_tensors_under_other_names(tmp_path: Path) -> None:
+    """transformers would rename these as it loads them; a swap by name cannot, and says so."""
+    plain = write_model(tmp_path / "plain", "mixtral", num_local_experts=4)
+    folder = write_packed(plain, tmp_path / "packed", scheme_named("W4A16", 32))
+    with pytest.raises(InputError, match="is missing.*or export it as 'dense'"):
+        load_model(folder)
+
+
+def test_architectures_that_nobody_knows(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))
+    with pytest.raises(InputError, match="neither the bundled decoder nor transformers can load it"):
+        load_model(folder)
+
+
+def test_missing_tensors(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "olmo2")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match="'model.norm.weight' is missing"):
+        load_model(folder)

@@ -1,0 +1,83 @@
+"""The column solver against an oracle that inverts and eliminates one column at a time in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.solver import MAXIMUM_DAMPING, factorize, solve_columns
+
+
+def correlated_hessian(columns: int, tokens: int = 400, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(columns, columns, generator=generator) / columns**0.5 + torch.eye(columns)
+    x = torch.randn(tokens, columns, generator=generator) @ mix
+    return x.T @ x / tokens
+
+
+def slow_solve(weight: Tensor, hessian: Tensor, damping: float, step: float) -> Tensor:
+    """Optimal Brain Quantization in a fixed order: after each column, H^-1 of the rest by Gaussian elimination."""
+    w = weight.double().clone()
+    h = hessian.double() + damping * hessian.double().diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64)
+    inverse = torch.linalg.inv(h)
+    for j in range(w.shape[1]):
+        decided = (w[:, j] / step).round() * step
+        error = (w[:, j] - decided) / inverse[j, j]
+        w -= error[:, None] * inverse[j]
+        w[:, j] = decided
+        inverse = inverse - inverse[:, j : j + 1] * inverse[j : j + 1] / inverse[j, j]
+    return w
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16, 128])
+def test_equals_slow_elimination_whatever_the_block(block_size: int) -> None:
+    weight = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
+    hessian = correlated_hessian(32)
+    step = 0.25
+    factor = factorize(hessian.double(), 0.01)
+    assert factor is not None and factor.damping == 0.01
+    solved = weight.T.double().contiguous()
+    solve_columns(solved, factor.upper, lambda _, values: (values / step).round() * step, block_size)
+    assert torch.allclose(solved.T, slow_solve(weight, hessian, 0.01, step), atol=1e-9)
+
+
+def test_loss_is_the_rise_of_the_damped_quadratic() -> None:
+    weight = torch.randn(4, 24, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    hessian = correlated_hessian(24).double()
+    factor = factorize(hessian, 0.05)
+    assert factor is not None
+    solved = weight.T.contiguous()
+    loss = solve_columns(solved, factor.upper, lambda _, values: values.round())
+    error = weight - solved.T
+    damped = hessian + 0.05 * hessian.diagonal().mean() * torch.eye(24, dtype=torch.float64)
+    assert loss == pytest.approx(float(((error @ damped) * error).sum()), rel=1e-9)
+
+
+def test_factor_inverts_the_damped_hessian() -> None:
+    hessian = correlated_hessian(40)
+    factor = factorize(hessian, 0.01)
+    assert factor is not None
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(40)
+    assert torch.allclose(factor.upper.T @ factor.upper @ damped, torch.eye(40), atol=1e-4)
+    assert torch.equal(factor.upper, factor.upper.triu())
+
+
+def test_damping_escalates_tenfold_until_it_works() -> None:
+    hessian = correlated_hessian(16)
+    hessian[0, 1] = hessian[1, 0] = 1.05 * float((hessian[0, 0] * hessian[1, 1]).sqrt())  # indefinite
+    factor = factorize(hessian, 0.001)
+    assert factor is not None
+    assert factor.damping in (pytest.approx(0.01), pytest.approx(0.1), pytest.approx(1.0))
+    damped = hessian + factor.damping / 10 * hessian.diagonal().mean() * torch.eye(16)
+    assert float(torch.linalg.eigvalsh(damped)[0]) < 0, "the step before would have failed"
+    undamped = factorize(torch.eye(4), 0.0)
+    assert undamped is not None and undamped.damping == 0.0
+
+
+def test_gives_up_beyond_the_maximum() -> None:
+    assert factorize(torch.zeros(4, 4), 0.01) is None
+    assert factorize(torch.full((4, 4), float("nan")), 0.01) is None
+    hopeless = torch.eye(4)
+    hopeless[0, 1] = hopeless[1, 0] = 10.0
+    assert factorize(hopeless, MAXIMUM_DAMPING / 100) is None
