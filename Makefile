@@ -7,6 +7,8 @@ DEMO_MODEL := build/demo/model
 DEMO_OUTPUT := build/demo/W4A16
 
 BIN := .venv/bin
+# Idle threads sleep: spinning ones slow a shared machine down.
+export OMP_WAIT_POLICY ?= PASSIVE
 PIP := $(BIN)/python -m pip
 STAMP := .venv/installed.stamp
 

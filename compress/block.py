@@ -234,6 +234,7 @@ def _rows(quantized: Quantized, rows: slice) -> Quantized:
         q=quantized.q[rows],
         scale=quantized.scale[rows],
         zero=None if quantized.zero is None else quantized.zero[rows],
-        outlier_columns=quantized.outlier_columns,
+        # A copy, since each layer stores its own.
+        outlier_columns=None if quantized.outlier_columns is None else quantized.outlier_columns.clone(),
         outlier_weight=None if quantized.outlier_weight is None else quantized.outlier_weight[rows],
     )

@@ -19,7 +19,7 @@ from compress.checkpoint.manifest import Manifest
 from compress.checkpoint.source import Source
 from compress.checkpoint.tokenizer import tokenizer_files
 from compress.plan import Plan, model_dtype
-from compress.recipe import Recipe
+from compress.recipe import Evaluate, Recipe
 from compress.tokens import Tokens
 
 SAMPLE = 1 << 16
@@ -56,8 +56,12 @@ def source_identity(source: Source) -> str:
 
 
 def fingerprint(recipe: Recipe, source: Source, device: torch.device) -> str:
-    """What must be equal for an unfinished run to be gone on with: recipe, source, versions and kind of device."""
-    parts = [recipe.sha256(), source_identity(source), device.type, *(f"{name} {version(name)}" for name in PACKAGES)]
+    """What must be equal for an unfinished run to be gone on with: recipe, source, versions and kind of device.
+
+    How the result is evaluated does not change it.
+    """
+    made = recipe.model_copy(update={"evaluate": Evaluate()})
+    parts = [made.sha256(), source_identity(source), device.type, *(f"{name} {version(name)}" for name in PACKAGES)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

@@ -21,8 +21,10 @@ from compress.model import Skeleton, build_skeleton
 from compress.outcome import Outcome, Run, closing_files, fingerprint, read_outcome
 from compress.plan import Plan, make_plan
 from compress.recipe import Recipe
+from compress.resident import bound_heap
+from compress.run_log import Logged, Observer
 from compress.tokens import calibration_tokens
-from compress.walk import Observer, Walk
+from compress.walk import Walk
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def run(recipe: Recipe, options: RunOptions, observer: Observer) -> Outcome:
     if writer.complete:
         observer.event("complete", output=str(output))
         return read_outcome(output)
+    observer = Logged(output, observer)
+    bound_heap()
     observer.event("started", blocks=len(job.skeleton.blocks), done=len(writer.done), device=str(device))
     tokens = None
     if job.plan.assignment.needs_calibration:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,11 +17,9 @@ from compress.recipe import Recipe
 
 MIB = 1 << 20
 # Resident memory of Python, torch and transformers before any weight is read, measured on CPU builds.
-PROCESS_BYTES = 420 * MIB
+PROCESS_BYTES = 400 * MIB
 ACTIVATION_BUDGET = 1 << 30
 TOKENS_PER_BATCH = 2048
-# The section that holds what lies outside the blocks: embedding, final norm, output layer.
-REST = "rest"
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Row:
 class Plan:
     """What a recipe will do to a model.
 
-    sections: (name, {stored tensor: bytes}) in writing order: what precedes the blocks, each block, what follows.
+    sections: (name, {stored tensor: bytes}) in writing order: tensors outside the blocks, then the blocks.
     exact: False where outlier columns, found at calibration, decide the size; bytes are an estimate then.
     """
 
@@ -104,7 +101,7 @@ def make_plan(recipe: Recipe, source: Source, skeleton: Skeleton, assignment: As
         dropped=dropped,
         scale_dtype=stored_dtype,
         exact=all(task.scheme.threshold is None for task in assignment.layers.values()),
-        peak_memory=_peak_memory(source, skeleton, assignment, activations),
+        peak_memory=_peak_memory(source, skeleton, assignment, tokens),
         spill_bytes=max(0, activations - ACTIVATION_BUDGET),
         kv_bytes_per_token=kv_bytes_per_token(skeleton.config, model_dtype(source).itemsize),
         calibration_tokens=tokens,
@@ -115,6 +112,8 @@ def model_dtype(source: Source) -> torch.dtype:
     """The dtype that holds most of the checkpoint's bytes."""
     totals: dict[torch.dtype, int] = {}
     for info in source.tensors.values():
+        if not info.dtype.is_floating_point:
+            continue
         totals[info.dtype] = totals.get(info.dtype, 0) + info.nbytes
     return max(totals, key=lambda dtype: totals[dtype])
 
@@ -147,45 +146,51 @@ def _row(name: str, shape: tuple[int, ...], before: int, task: LayerTask | None,
 
 
 def _sections(blocks: list[str], stored: dict[str, dict[str, int]]) -> tuple[tuple[str, dict[str, int]], ...]:
-    """Stored tensors in writing order: everything outside the blocks first, then block by block."""
-    prefixes = {block + ".": block for block in blocks}
-    sections: dict[str, dict[str, int]] = {name: {} for name in (REST, *blocks)}
+    """Stored tensors in writing order: what lies outside the blocks, each tensor alone, then block by block."""
+    inside: dict[str, dict[str, int]] = {block: {} for block in blocks}
+    outside: dict[str, dict[str, int]] = {}
     for name, parts in stored.items():
-        owner = next((block for prefix, block in prefixes.items() if name.startswith(prefix)), REST)
-        sections[owner].update(parts)
-    return tuple(sections.items())
+        owner = next((block for block in blocks if name.startswith(block + ".")), None)
+        if owner is None:
+            outside[name] = parts
+        else:
+            inside[owner].update(parts)
+    return (*outside.items(), *inside.items())
 
 
-def _peak_memory(source: Source, skeleton: Skeleton, assignment: Assignment, activations: int) -> int:
-    """Predicted peak resident bytes: the largest block in float32, its Hessians, the solver, and the activations.
+def _peak_memory(source: Source, skeleton: Skeleton, assignment: Assignment, tokens: int) -> int:
+    """Predicted peak resident bytes: the largest block in float32 with its Hessians, and the activations.
 
-    A model's depth does not enter. The embedding is held while tokens are embedded, before any block is.
+    A model's depth does not enter. Beside a block there is either a batch of tokens on its way through it, or the
+    solver with the one group of layers that it works on.
     """
-    if not assignment.layers:
-        return PROCESS_BYTES
-    blocks = [
-        _block_bytes(skeleton.block_linears(index), skeleton, assignment) for index in range(len(skeleton.blocks))
-    ]
     width = skeleton.config.get_text_config().hidden_size
-    widest = max((task.shape[0] for task in assignment.layers.values()), default=0)
-    batch = TOKENS_PER_BATCH * 4 * (3 * widest + 6 * width) if activations else 0
-    outside = [info.nbytes for name, info in source.tensors.items() if _outside(name, skeleton.blocks)]
-    return PROCESS_BYTES + max([max(blocks) + batch, *outside]) + min(activations, ACTIVATION_BUDGET)
+    widest = max(task.shape[0] for task in assignment.layers.values())
+    activations = min(4 * tokens * width, ACTIVATION_BUDGET)
+    batch = 4 * min(tokens, TOKENS_PER_BATCH) * (3 * widest + 6 * width)
+    blocks = [_block_bytes(skeleton.block_linears(index), skeleton, assignment, batch) for index in _indices(skeleton)]
+    outside = [info.nbytes for name, info in source.tensors.items() if not name.startswith(tuple(skeleton.blocks))]
+    return PROCESS_BYTES + max(activations + max(blocks), *outside)
 
 
-def _outside(name: str, blocks: Iterable[str]) -> bool:
-    return not any(name.startswith(block + ".") for block in blocks)
+def _indices(skeleton: Skeleton) -> range:
+    return range(len(skeleton.blocks))
 
 
-def _block_bytes(linears: list[str], skeleton: Skeleton, assignment: Assignment) -> int:
+def _block_bytes(linears: list[str], skeleton: Skeleton, assignment: Assignment, batch: int) -> int:
+    """Bytes that a block with these layers takes at its worst moment."""
     shapes = {name: skeleton.shape(name) for name in linears}
     weights = 4 * sum(prod(shape) for shape in shapes.values())
     groups = [group for group in input_groups(linears) if any(name in assignment.layers for name in group)]
-    if not groups or not assignment.needs_calibration:
-        return weights + max((8 * prod(shape) for shape in shapes.values()), default=0)
-    hessians = sum(4 * shapes[group[0]][1] ** 2 for group in groups)
-    solver = max(4 * (3 * shapes[g[0]][1] ** 2 + 3 * sum(prod(shapes[n]) for n in g)) for g in groups)
-    return weights + hessians + solver
+    hessians, solver = 0, 0
+    for group in groups:
+        size = sum(prod(shapes[name]) for name in group)
+        needs = frozenset[str]().union(*(assignment.layers[name].stage.needs for name in group))
+        square = 4 * shapes[group[0]][1] ** 2 if "hessian" in needs else 0
+        hessians += square
+        # Two matrices for the factor beside the Hessian; the group's weights as read, as solved, and as integers.
+        solver = max(solver, 3 * square + 12 * size)
+    return weights + hessians + max(solver, batch)
 
 
 def summary(plan: Plan, context: int, batch: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Give freed memory back to the operating system, so that peak memory follows what is in use."""
+"""Keep freed memory from counting: peak memory then follows what is in use."""
 
 from __future__ import annotations
 
@@ -7,15 +7,31 @@ import sys
 
 import torch
 
+# mallopt's M_MMAP_THRESHOLD, and the size from which a tensor gets pages of its own that go back when it is freed.
+MMAP_THRESHOLD = -3
+OWN_PAGES = 16 << 20
+
+
+def bound_heap() -> None:
+    """Give large tensors pages of their own for the rest of the process.
+
+    glibc raises this threshold to the largest tensor freed so far; from then on such tensors share its heaps, whose
+    fragments grow with every block of a walk.
+    """
+    mallopt = _libc("mallopt")
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, OWN_PAGES)
+
 
 def release_memory(device: torch.device) -> None:
-    """Return freed pages to the system, on the CPU and on a GPU.
-
-    glibc keeps what was freed in its heaps: over a walk of equal blocks its fragments add up to several blocks.
-    """
+    """Return freed pages to the system, on the CPU and on a GPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
-        if trim is not None:
-            trim(0)
+    trim = _libc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _libc(name: str) -> ctypes._NamedFuncPointer | None:
+    """A function of glibc; None on systems that have another C library."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

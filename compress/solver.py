@@ -25,25 +25,29 @@ class Factor:
     damping: float
 
 
-def factorize(hessian: Tensor, damping: float) -> Factor | None:
-    """Invert and factor the damped `hessian` [K, K]; None when it is not positive definite even at MAXIMUM_DAMPING.
+def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> Factor | None:
+    """Factor the damped inverse of `hessian` [K, K], its rows and columns taken in `order`.
 
-    The rule for a failing factorization: damping is multiplied by ESCALATION until it works or passes the maximum.
-    With F reversing the order of rows and columns, F H F = L L^T makes H = R R^T with R = F L F upper triangular,
-    hence U = R^-1: one Cholesky factorization and one triangular inverse, no explicit H^-1.
+    None when it is not positive definite even at MAXIMUM_DAMPING. The rule for a failing factorization: damping is
+    multiplied by ESCALATION until it works or passes the maximum. With F reversing the order of rows and columns,
+    F H F = L L^T makes H = R R^T with R = F L F upper triangular, hence U = R^-1: one Cholesky factorization and one
+    triangular inverse, no explicit H^-1. Besides `hessian`, two matrices of its size are alive at a time.
     """
     mean = hessian.diagonal().mean()
     if not torch.isfinite(mean) or mean <= 0:
         return None
-    identity = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
+    reverse = (torch.arange(len(hessian), device=hessian.device) if order is None else order).flip(0)
     while damping <= MAXIMUM_DAMPING:
-        flipped = hessian.flip(0, 1)
+        flipped = hessian.index_select(0, reverse).index_select(1, reverse)
         flipped.diagonal().add_(damping * mean)
         lower, failed = torch.linalg.cholesky_ex(flipped)
+        del flipped
         if not failed:
-            inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
-            if torch.isfinite(inverse).all():
-                return Factor(inverse.flip(0, 1).contiguous(), damping)
+            inverse = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+            torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
+            del lower
+            if bool(torch.isfinite(inverse.sum())):
+                return Factor(inverse.flip(0, 1), damping)
         damping = damping * ESCALATION if damping > 0 else 0.001
     return None
 

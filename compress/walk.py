@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,16 +26,11 @@ from compress.formats import format_named
 from compress.formats.grid import dequantize
 from compress.kernels.reference import round_activations
 from compress.model import Skeleton, materialized
-from compress.plan import ACTIVATION_BUDGET, REST, TOKENS_PER_BATCH, Plan
+from compress.plan import ACTIVATION_BUDGET, TOKENS_PER_BATCH, Plan
 from compress.resident import release_memory
+from compress.run_log import Observer
 from compress.stats import InputStats
 from compress.tokens import Tokens
-
-
-class Observer(Protocol):
-    """Who watches a run. An event is a kind and plain values."""
-
-    def event(self, kind: str, /, **fields: Any) -> None: ...
 
 
 class Walk:
@@ -62,14 +57,11 @@ class Walk:
         Returns the journaled record of each section, in order. Raises InputError where `tokens` are not those that an
         unfinished run began with.
         """
-        sha256 = tokens.sha256 if tokens else None
-        if REST not in self.done:
-            stored, reports = self._compress_rest()
-            self._write(REST, stored, reports, tokens_sha256=sha256)
-        elif self.writer.record(REST)["tokens_sha256"] != sha256:
-            raise InputError(
-                f"{self.writer.partial}: was begun with other calibration tokens: restore that text, or give --restart"
-            )
+        self._check_tokens(tokens)
+        for name, _ in self._outside():
+            if name not in self.done:
+                self._write(name, *self._keep(name), tokens_sha256=tokens.sha256 if tokens else None)
+                release_memory(self.device)
         calibration = self._embed(tokens.ids) if tokens else None
         for index in range(len(self.skeleton.blocks)):
             self._step(index, calibration)
@@ -138,16 +130,26 @@ class Walk:
         release_memory(self.device)
         return stats
 
-    def _compress_rest(self) -> tuple[dict[str, Tensor], list[LayerReport]]:
-        """What lies outside the blocks: copied as it is, but for an output layer that a stage names."""
-        planned = dict(self.plan.sections)[REST]
-        inside = {name for index in range(len(self.skeleton.blocks)) for name in self.skeleton.block_linears(index)}
-        linears = [name for name in self.assignment.layers if name not in inside]
-        weights = {f"{name}.weight": self.source.read(f"{name}.weight").float() for name in linears}
-        stored, reports = self._solve(Block(weights, {}, {}), linears)
-        quantized = {f"{name}.weight" for name in linears}
-        kept = [name for name in self.source.tensors if name in planned and name not in quantized]
-        return stored | {name: self.source.read(name) for name in kept}, reports
+    def _keep(self, name: str) -> tuple[dict[str, Tensor], list[LayerReport]]:
+        """A tensor outside the blocks: copied as it is, but for an output layer that a stage names."""
+        layer = name.removesuffix(".weight")
+        if layer not in self.assignment.layers:
+            return {name: self.source.read(name)}, []
+        return self._solve(Block({name: self.source.read(name).to(self.device, torch.float32)}, {}, {}), [layer])
+
+    def _outside(self) -> list[tuple[str, dict[str, int]]]:
+        """The sections that hold what lies outside the blocks."""
+        return [section for section in self.plan.sections if section[0] not in self.skeleton.blocks]
+
+    def _check_tokens(self, tokens: Tokens | None) -> None:
+        """Refuse to go on with other calibration tokens than an unfinished run began with."""
+        sha256 = tokens.sha256 if tokens else None
+        for name, _ in self._outside():
+            if name in self.done and self.writer.record(name)["tokens_sha256"] != sha256:
+                raise InputError(
+                    f"{self.writer.partial}: was begun with other calibration tokens: restore that text, or give "
+                    "--restart to begin again"
+                )
 
     def _solve(self, block: Block, linears: list[str]) -> tuple[dict[str, Tensor], list[LayerReport]]:
         stored: dict[str, Tensor] = {}
@@ -156,6 +158,7 @@ class Walk:
             packed, told = block.quantize(tasks, self.plan.scale_dtype)
             stored |= packed
             reports += told
+            release_memory(self.device)
         return stored | block.remaining(), reports
 
     def _dtypes(self, names: Iterable[str]) -> dict[str, torch.dtype]:

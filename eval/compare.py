@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,11 +89,6 @@ def comparison_page(reports: Sequence[Labelled]) -> str:
         folded=[],
         notes=caveats(reports),
     )
-
-
-def comparison_json(reports: Sequence[Labelled]) -> str:
-    """The text of comparison.json."""
-    return json.dumps(comparison_document(reports), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def comparison_document(reports: Sequence[Labelled]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ SPLIT = {
     "activations": "calibrate",
     "block": "pipeline",
     "outcome": "pipeline",
+    "run_log": "pipeline",
     "tokens": "pipeline",
     "walk": "pipeline",
     "resident": "pipeline",

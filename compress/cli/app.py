@@ -76,6 +76,8 @@ def _root(
     """What holds for every verb: messages go to stderr, and other libraries' bars only to a terminal."""
     logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.WARNING, force=True)
     logging.getLogger("compress").setLevel(logging.INFO)
+    # Read when torch is first imported: idle threads sleep. On a busy machine spinning ones slow everything down.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not sys.stderr.isatty():
         # The one switch that transformers, datasets and huggingface_hub all read, before any of them is imported.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -20,22 +21,22 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Set reports side by side."""
-    from compress.eval import compare as side_by_side
+    from compress.eval.compare import caveats, comparison, comparison_document, comparison_page, read_reports
     from compress.eval.render_markdown import page
     from compress.eval.run import write_files
 
-    reports = side_by_side.read_reports(paths)
-    table, caveats = side_by_side.comparison(reports), side_by_side.caveats(reports)
+    reports = read_reports(paths)
+    table, warnings, document = comparison(reports), caveats(reports), comparison_document(reports)
     if report:
         texts = {
-            "comparison.json": side_by_side.comparison_json(reports),
-            "comparison.md": page("Side by side", [table], caveats),
-            "comparison.html": side_by_side.comparison_page(reports),
+            "comparison.json": json.dumps(document, indent=2, ensure_ascii=False) + "\n",
+            "comparison.md": page("Side by side", [table], warnings),
+            "comparison.html": comparison_page(reports),
         }
         for file in write_files(report, texts):
             typer.echo(f"wrote {file}", err=True)
     if as_json:
-        emit(side_by_side.comparison_document(reports))
+        emit(document)
         return
     from rich.console import Console
 
@@ -43,4 +44,4 @@ def compare(
 
     console = Console()
     show_tables([table], console)
-    show_notes(caveats, console)
+    show_notes(warnings, console)

@@ -40,7 +40,7 @@ def quantize(weight: Tensor, stats: InputStats | None, grid: Grid, config: Confi
     scale, zero = choose_scales(weight, grid, config.search, scale_dtype)
     hessian = stats.hessian
     order = hessian.diagonal().argsort(descending=True, stable=True) if config.activation_order else None
-    factor = factorize(hessian if order is None else hessian[order][:, order], config.damping)
+    factor = factorize(hessian, config.damping, order)
     if factor is None:
         q = round_to_grid(weight, scale, zero, grid)
         return Solved(

@@ -1,14 +1,13 @@
 """Scales and zero points: the steps of the integer grid, chosen per group of input columns before any integer is.
 
-Two searches. "minmax" takes the smallest step that clips nothing. "mse" shrinks that step and keeps, group by group,
-the one with the least squared rounding error: clipping a few extremes buys a finer step for all the others (the weight
-clipping of AWQ, arXiv 2306.00978, as a plain search).
+Two searches. "minmax" takes the smallest step that clips nothing. "mse" shrinks that step, coarsely then finely, and
+keeps, group by group, the one with the least squared rounding error: clipping a few extremes buys a finer step for all
+the others (the weight clipping of AWQ, arXiv 2306.00978, as a plain search).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +16,16 @@ from compress.formats.grid import Grid, Quantized, dequantize
 
 Search = Literal["minmax", "mse"]
 
-SHRINKS = tuple(1 - 0.01 * step for step in range(71))  # 1.00, 0.99, ... 0.30 of the step that clips nothing
-COARSE = tuple(1 - 0.1 * step for step in range(6))
+
+class Shrinks(NamedTuple):
+    """Multiples of the step that clips nothing: `coarse` are tried first, then the best of them plus each of `fine`."""
+
+    coarse: tuple[float, ...]
+    fine: tuple[float, ...]
+
+
+THOROUGH = Shrinks(tuple(1 - 0.05 * i for i in range(15)), tuple(0.01 * i for i in (-4, -3, -2, -1, 1, 2, 3, 4)))
+QUICK = Shrinks(tuple(1 - 0.1 * i for i in range(6)), ())
 _IN_CACHE = 1 << 18  # weights searched at a time: every shrink reads them again, so on a CPU they must stay near
 _ON_DEVICE = 1 << 24
 
@@ -29,7 +36,7 @@ def choose_scales(
     search: Search,
     scale_dtype: torch.dtype,
     cost: Tensor | None = None,
-    shrinks: Sequence[float] = SHRINKS,
+    shrinks: Shrinks = THOROUGH,
 ) -> tuple[Tensor, Tensor | None]:
     """Scale [N, G] in `scale_dtype` and, on an asymmetric grid, zero point int8 [N, G] for `weight` float32 [N, K].
 
@@ -44,7 +51,7 @@ def choose_scales(
     groups = grid.groups(columns)
     chunk = max(1, (_ON_DEVICE if weight.is_cuda else _IN_CACHE) // columns)
     cost = None if cost is None else cost.float().view(groups, -1)
-    most = torch.finfo(torch.float32).max / (1 << grid.bits)  # so that no integer times its scale overflows
+    most = torch.finfo(torch.float32).max / (2 << grid.bits)  # so that no integer times its scale overflows
     scale = torch.empty(rows, groups, dtype=scale_dtype, device=weight.device)
     zero = None if grid.symmetric else torch.empty(rows, groups, dtype=torch.int8, device=weight.device)
     for start in range(0, rows, chunk):
@@ -78,7 +85,7 @@ def nearest(weight: Tensor, grid: Grid, search: Search, scale_dtype: torch.dtype
 
 def preview(weight: Tensor, cost: Tensor | None, grid: Grid, search: Search, scale_dtype: torch.dtype) -> Tensor:
     """About what rounding to nearest makes of `weight` [N, K], by a coarse search: for transforms that price scales."""
-    scale, zero = choose_scales(weight, grid, search, scale_dtype, cost, COARSE)
+    scale, zero = choose_scales(weight, grid, search, scale_dtype, cost, QUICK)
     return dequantize(Quantized(round_to_grid(weight, scale, zero, grid), scale, zero))
 
 
@@ -109,7 +116,7 @@ def _zero_points(values: Tensor, scale: Tensor, grid: Grid) -> Tensor:
 
 
 def _least_squares(
-    values: Tensor, full: Tensor, bounds: tuple[Tensor, Tensor], cost: Tensor | None, shrinks: Sequence[float]
+    values: Tensor, full: Tensor, bounds: tuple[Tensor, Tensor], cost: Tensor | None, shrinks: Shrinks
 ) -> Tensor:
     """The shrunken step [n, G] in the dtype of `full` whose rounding of `values` [n, G, g] errs least.
 
@@ -117,17 +124,18 @@ def _least_squares(
     Squared errors are compared in units of the `full` step [n, G], so that none overflows or vanishes.
     """
     unit = full.float()
-    best = full.clone()
-    least = torch.full_like(unit, torch.inf)
+    best, least = torch.ones_like(unit), torch.full_like(unit, torch.inf)
     multiples, rounded = torch.empty_like(values), torch.empty_like(values)
-    for shrink in shrinks:
-        scale = _storable(unit * shrink, full.dtype)
-        torch.div(values, scale.float().unsqueeze(-1), out=multiples)
-        torch.round(multiples, out=rounded).clamp_(*bounds)
-        error = multiples.sub_(rounded)
-        weighted = error if cost is None else torch.mul(error, cost, out=rounded)
-        loss = torch.linalg.vecdot(error, weighted).mul_((scale.float() / unit).square_())
-        better = loss < least
-        torch.where(better, loss, least, out=least)
-        torch.where(better, scale, best, out=best)
-    return best
+    for around, phase in ((0, shrinks.coarse), (1, shrinks.fine)):
+        middle = best * around
+        for offset in phase:
+            shrink = middle + offset
+            scale = _storable(unit * shrink, full.dtype).float()
+            torch.div(values, scale.unsqueeze(-1), out=multiples)
+            torch.round(multiples, out=rounded).clamp_(*bounds)
+            error = multiples.sub_(rounded)
+            weighted = error if cost is None else torch.mul(error, cost, out=rounded)
+            loss = torch.linalg.vecdot(error, weighted).mul_((scale / unit).square_())
+            best = torch.where(loss < least, shrink, best)
+            least = torch.minimum(loss, least)
+    return _storable(unit * best, full.dtype)

@@ -6,8 +6,10 @@ weights, s = activation^a / weight^b: first with a = b, then over b alone; a = b
 What a rounding error costs depends on what rounds. D [N, K] being the error of the weight, rounding to nearest pays
 tr(D H D^T). A solver like GPTQ lets later columns take up the error of earlier ones, and pays sum_k pivot_k |D_k|^2,
 where pivot_k is what is left of channel k once the later ones have explained what they can: the pivots of the
-factorization H = R R^T that the solver works with. Scales that are best for the first cost GPTQ dear (up to twice its
-loss on some layers of a 135M Llama); scales chosen for the second lower it by some per cent and almost never raise it.
+factorization H = R R^T that the solver works with; their roots then stand for the activations as well. On SmolLM2-135M
+(int4, group 64, output error on held-out text) factors priced for rounding to nearest lower its error by 16% and raise
+that of GPTQ by 27%; priced for GPTQ they lower that by 4%, by 10 to 15% where channels differ most, and raise it
+nowhere by more than 0.5%.
 """
 
 from __future__ import annotations
@@ -52,10 +54,11 @@ def scale(
         raise ValueError("awq prices scales by the rounding that follows: it needs a quantize stage behind it")
     if stats.hessian is None or stats.mean_abs is None:
         raise ValueError("awq needs the Hessian and the mean magnitudes of its inputs")
-    metric, activation = _cost_of_errors(stats.hessian, stats.mean_abs, rounding.damping)
-    activation = _log_magnitude(tie(activation, sources))
+    metric, size = _cost_of_errors(stats.hessian, stats.mean_abs, rounding.damping)
     energy = torch.stack([weight.square().mean(0) for weight in weights]).mean(0)
-    weight_size = _log_magnitude(tie(energy, sources).sqrt())
+    alive = (tie(stats.mean_abs, sources) > 0) & (tie(energy, sources) > 0)
+    activation = _log_magnitude(tie(size, sources), alive)
+    weight_size = _log_magnitude(tie(energy, sources).sqrt(), alive)
     sample = torch.cat([_spread(weight, config.rows) for weight in weights])
 
     def factors(a: float, b: float) -> Tensor:
@@ -78,7 +81,7 @@ def _cost_of_errors(hessian: Tensor, mean_abs: Tensor, damping: float | None) ->
     if damping is None:
         return hessian, mean_abs
     order = hessian.diagonal().argsort(descending=True, stable=True)
-    factor = factorize(hessian[order][:, order], damping)
+    factor = factorize(hessian, damping, order)
     if factor is None:  # The solver will not manage either, and round to nearest.
         return hessian, mean_abs
     pivots = torch.empty_like(mean_abs)
@@ -95,9 +98,8 @@ def _loss(weight: Tensor, factors: Tensor, metric: Tensor, rounding: Rounding) -
     return float(torch.linalg.vecdot(error @ metric, error).sum())
 
 
-def _log_magnitude(values: Tensor) -> Tensor:
-    """log(values) [K] about its mean over the channels that are not zero; 0 for those that are."""
-    alive = values > 0
+def _log_magnitude(values: Tensor, alive: Tensor) -> Tensor:
+    """log(values) [K] about its mean over the channels that are `alive`; 0 for the others."""
     logs = torch.where(alive, values, torch.ones_like(values)).log()
     return torch.where(alive, logs - logs.sum() / alive.sum().clamp(min=1), torch.zeros_like(logs))
 

@@ -101,7 +101,7 @@ def test_gptq_gains_only_from_factors_priced_for_it() -> None:
         alone = solver_error(weights, stats, torch.ones(64))
         behind.append(solver_error(weights, stats, awq.scale(weights, stats, COMPENSATED, CONFIG)) / alone)
         wrong.append(solver_error(weights, stats, awq.scale(weights, stats, TO_NEAREST, CONFIG)) / alone)
-    assert max(behind) < 1.01 and sum(behind) / 4 < 0.97
+    assert max(behind) < 1.03 and sum(behind) / 4 < 0.97
     assert sum(wrong) / 4 > 1.03
 
 
@@ -139,10 +139,9 @@ def test_dead_channels_keep_factor_one(rounding: Rounding) -> None:
     inputs[:, [3, 50]] = 0
     weights[0][:, 20] = 0
     factors = awq.scale(weights, observed(inputs), rounding, CONFIG)
-    assert torch.isfinite(factors).all() and (factors > 1e-3).all() and (factors < 1e3).all()
-    if rounding.damping is None:
-        others = [k for k in range(64) if k not in (3, 50)]
-        assert factors[others].log().mean().abs() < 1.0
+    assert (factors[[3, 20, 50]] == 1).all() and factors.std() > 0
+    assert torch.isfinite(factors).all() and (factors > 1e-2).all() and (factors < 1e2).all()
+    assert factors.log().mean().item() == pytest.approx(0.0, abs=1e-5)
 
 
 def test_nothing_to_go_by_changes_nothing() -> None:
