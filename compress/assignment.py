@@ -7,16 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
+from compress import methods
 from compress.errors import USAGE, InputError
 from compress.formats import format_named
 from compress.formats.scheme import Scheme
 from compress.matching import select
-from compress.model import SIBLINGS, Pair, Skeleton, pairs
+from compress.model import Pair, Skeleton, input_groups, pairs
 from compress.recipe import Recipe, Stage
 
 EVERY_BLOCK_LINEAR = ("*",)
 ROUTERS = frozenset({"gate", "router"})
 SUGGESTED_GROUPS = (128, 64, 32)
+
+Group = tuple[str, ...]
+Needs = dict[Group, tuple[frozenset[str], float | None]]
 
 
 @dataclass(frozen=True)
@@ -52,23 +56,25 @@ class Assignment:
         return any(stage.needs for stage in tasks)
 
 
-def assign(recipe: Recipe, skeleton: Skeleton, tied: bool) -> Assignment:
+def assign(recipe: Recipe, skeleton: Skeleton) -> Assignment:
     """Match the recipe's stages against `skeleton`. Where two quantize stages name a layer, the later one holds.
 
     Raises InputError, with the recipe path or layer and the mend, for patterns that match nothing, shapes that the
-    format refuses, siblings under different schemes, embeddings, and a transform behind the quantization of its layers.
+    format refuses, a scheme that the method cannot make, siblings under different schemes, embeddings, and a transform
+    behind the quantization of its layers.
     """
     layers: dict[str, LayerTask] = {}
     transforms: list[TransformTask] = []
     notes: list[str] = []
     for stage in recipe.stages:
-        chosen = _select(stage, skeleton, tied)
+        chosen = _select(stage, skeleton)
         if stage.kind == "transform":
             late = [name for name in chosen if name in layers]
             if late:
                 raise InputError(f"{stage.where}: an earlier stage quantizes {late[0]}: put the transform first", USAGE)
             transforms.append(_transform(stage, skeleton, chosen))
             continue
+        _check_method(stage)
         again = [name for name in chosen if name in layers]
         if again:
             notes.append(f"{stage.where} replaces the earlier scheme of {len(again)} layers")
@@ -78,14 +84,16 @@ def assign(recipe: Recipe, skeleton: Skeleton, tied: bool) -> Assignment:
     if not layers:
         raise InputError("recipe: field 'stages' has no quantize stage: add one, transforms alone save nothing", USAGE)
     ordered = {name: layers[name] for name in skeleton.linears if name in layers}
-    transforms = [_in_front_of(task, ordered) for task in transforms]
     _check_formats(list(ordered.values()))
-    _check_siblings(ordered)
-    untouched = {name: _why_untouched(name, skeleton, tied) for name in skeleton.linears if name not in layers}
+    _check_siblings(ordered, skeleton)
+    for number, task in enumerate(transforms):
+        transforms[number], note = _in_front_of(task, ordered, skeleton)
+        notes += note
+    untouched = {name: _why_untouched(name, skeleton) for name in skeleton.linears if name not in layers}
     return Assignment(ordered, tuple(transforms), untouched, tuple(notes))
 
 
-def _select(stage: Stage, skeleton: Skeleton, tied: bool) -> list[str]:
+def _select(stage: Stage, skeleton: Skeleton) -> list[str]:
     """The linear layers a stage names. Routers and what lies outside the blocks count only when named exactly."""
     classes = skeleton.classes()
     targets = ("Linear",) if stage.targets == EVERY_BLOCK_LINEAR else stage.targets
@@ -94,9 +102,9 @@ def _select(stage: Stage, skeleton: Skeleton, tied: bool) -> list[str]:
     for name in sorted(exact):
         if classes[name] == "Embedding":
             raise InputError(f"{stage.where}.targets: {name}: no scheme stores an embedding: leave it out", USAGE)
-        if tied and name == skeleton.output_name():
+        if skeleton.tied and name == skeleton.output_name():
             raise InputError(f"{stage.where}.targets: {name} would part from the tied embedding: leave it out", USAGE)
-        if _outside(name, skeleton) and stage.needs:
+        if skeleton.outside(name) and stage.needs:
             raise InputError(
                 f"{stage.where}.targets: {name} lies outside the blocks, where {stage.method} sees no inputs: "
                 "give it a stage of its own with method rtn",
@@ -105,20 +113,16 @@ def _select(stage: Stage, skeleton: Skeleton, tied: bool) -> list[str]:
     inside = [
         name
         for name in named
-        if name in exact or not (classes[name] == "Embedding" or _outside(name, skeleton) or _is_router(name))
+        if name in exact or not (classes[name] == "Embedding" or skeleton.outside(name) or _is_router(name))
     ]
     if not inside:
         raise InputError(f"{stage.where}: no linear layer is left to work on: widen targets or ignore less", USAGE)
     return inside
 
 
-def _outside(name: str, skeleton: Skeleton) -> bool:
-    return not any(name.startswith(block + ".") for block in skeleton.blocks)
-
-
-def _why_untouched(name: str, skeleton: Skeleton, tied: bool) -> str:
-    if _outside(name, skeleton):
-        return "tied to the embedding" if tied and name == skeleton.output_name() else "outside the blocks"
+def _why_untouched(name: str, skeleton: Skeleton) -> str:
+    if skeleton.outside(name):
+        return "tied to the embedding" if skeleton.tied and name == skeleton.output_name() else "outside the blocks"
     return "router" if _is_router(name) else "not targeted by any stage"
 
 
@@ -137,12 +141,59 @@ def _transform(stage: Stage, skeleton: Skeleton, chosen: Sequence[str]) -> Trans
     return TransformTask(stage, found)
 
 
-def _in_front_of(task: TransformTask, layers: dict[str, LayerTask]) -> TransformTask:
-    """`task` without the pairs whose consumers stay in float: their error has no rounding to be smoothed for."""
+def _in_front_of(
+    task: TransformTask, layers: dict[str, LayerTask], skeleton: Skeleton
+) -> tuple[TransformTask, list[str]]:
+    """`task` without the pairs whose consumers stay in float: their error has no rounding to be smoothed for.
+
+    Also a note, if any, about the pairs that it leaves out although some of their layers are quantized.
+    """
     kept = {index: tuple(p for p in found if layers.keys() >= set(p.consumers)) for index, found in task.pairs.items()}
+    stage = task.stage
     if not any(kept.values()):
-        raise InputError(f"{task.stage.where}: none of its layers is quantized by a later stage: leave it out", USAGE)
-    return TransformTask(task.stage, kept)
+        raise InputError(f"{stage.where}: none of its layers is quantized by a later stage: leave it out", USAGE)
+    possible = [(index, pair) for index in kept for pair in pairs(skeleton, index)]
+    dropped = [
+        pair for index, pair in possible if pair not in kept[index] and not layers.keys().isdisjoint(pair.consumers)
+    ]
+    if not dropped:
+        return TransformTask(stage, kept), []
+    note = (
+        f"{stage.where}: {stage.method} leaves {len(dropped)} of {len(possible)} pairs alone, whose layers it does not "
+        f"name or no later stage quantizes ({dropped[0].producer} with {', '.join(dropped[0].consumers)}, ...)"
+    )
+    return TransformTask(stage, kept), [note]
+
+
+def _check_method(stage: Stage) -> None:
+    """Outlier columns are found by the methods that ask for them, which store nothing else."""
+    assert stage.scheme is not None, "the recipe gives every quantize stage one"
+    outliers = stage.scheme.threshold is not None
+    if outliers != ("outliers" in stage.needs):
+        able = [
+            name
+            for name in methods.names(stage.kind)
+            if ("outliers" in methods.find(stage.kind, name).NEEDS) == outliers
+        ]
+        raise InputError(
+            f"{stage.where}.quantize: method {stage.method} cannot make {stage.scheme.name}: use {' or '.join(able)}, "
+            "or change the scheme",
+            USAGE,
+        )
+
+
+def block_needs(linears: list[str], assignment: Assignment, index: int) -> Needs:
+    """What block `index` must collect per group of layers with a shared input: statistics, outlier threshold."""
+    wanted: Needs = {}
+    for group in input_groups(linears):
+        tasks = [assignment.layers[name] for name in group if name in assignment.layers]
+        needs = frozenset[str]().union(*(task.stage.needs for task in tasks))
+        for transform in assignment.transforms:
+            if any(set(pair.consumers) & set(group) for pair in transform.pairs[index]):
+                needs |= transform.stage.needs
+        thresholds = [task.scheme.threshold for task in tasks if task.scheme.threshold is not None]
+        wanted[group] = (needs, min(thresholds, default=None))
+    return wanted
 
 
 def _check_formats(layers: list[LayerTask]) -> None:
@@ -165,21 +216,20 @@ def _check_formats(layers: list[LayerTask]) -> None:
             raise InputError(f"{where}: {task.name} cannot be stored: {reason}: ignore it or change the scheme", USAGE)
 
 
-def _check_siblings(layers: dict[str, LayerTask]) -> None:
-    """q/k/v and gate/up are one matrix to the loaders that fuse them: one scheme or none."""
-    for name, task in layers.items():
-        parent, _, leaf = name.rpartition(".")
-        for family in SIBLINGS:
-            for other in family if leaf in family else ():
-                sibling = layers.get(f"{parent}.{other}")
-                theirs = sibling.scheme if sibling else None
-                if theirs != task.scheme:
-                    fused, second = "/".join(family), theirs.name if theirs else "not quantized"
-                    raise InputError(
-                        f"{task.stage.where}: {name} is {task.scheme.name} and {parent}.{other} is {second}, "
-                        f"but loaders fuse them: give {fused} one scheme",
-                        USAGE,
-                    )
+def _check_siblings(layers: dict[str, LayerTask], skeleton: Skeleton) -> None:
+    """Layers that share their input are one matrix to the loaders that fuse them: one scheme or none."""
+    for group in input_groups(skeleton.linears):
+        tasks = [layers.get(name) for name in group]
+        first = next((task for task in tasks if task is not None), None)
+        for name, task in zip(group, tasks, strict=True):
+            if first is not None and (task is None or task.scheme != first.scheme):
+                fused = "/".join(member.rpartition(".")[2] for member in group)
+                theirs = task.scheme.name if task else "not quantized"
+                raise InputError(
+                    f"{first.stage.where}: {first.name} is {first.scheme.name} and {name} is {theirs}, "
+                    f"but loaders fuse them: give {fused} one scheme",
+                    USAGE,
+                )
 
 
 def scale_dtype(recipe: Recipe, model_dtype: torch.dtype) -> torch.dtype:

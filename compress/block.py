@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from compress import methods
-from compress.assignment import Assignment, LayerTask
+from compress.assignment import Group, LayerTask, Needs
+from compress.errors import InputError
 from compress.formats import format_named
 from compress.formats.grid import Quantized, dequantize
 from compress.model import Pair, input_groups
@@ -21,9 +22,6 @@ from compress.quantize.scales import Search, preview
 from compress.recipe import Stage
 from compress.stats import InputStats
 from compress.transform import Rounding, head_sources
-
-Group = tuple[str, ...]
-Needs = dict[Group, tuple[frozenset[str], float | None]]
 
 
 @dataclass(frozen=True)
@@ -56,20 +54,6 @@ class LayerReport:
         return values
 
 
-def block_needs(linears: list[str], assignment: Assignment, index: int) -> Needs:
-    """What block `index` must collect per group of layers with a shared input: statistics, outlier threshold."""
-    wanted: Needs = {}
-    for group in input_groups(linears):
-        tasks = [assignment.layers[name] for name in group if name in assignment.layers]
-        needs = frozenset[str]().union(*(task.stage.needs for task in tasks))
-        for transform in assignment.transforms:
-            if any(set(pair.consumers) & set(group) for pair in transform.pairs[index]):
-                needs |= transform.stage.needs
-        thresholds = [task.scheme.threshold for task in tasks if task.scheme.threshold is not None]
-        wanted[group] = (needs, min(thresholds, default=None))
-    return wanted
-
-
 class Block:
     """The float32 weights of one block on their way to the grid.
 
@@ -86,10 +70,10 @@ class Block:
         self.touched: dict[str, tuple[str, ...]] = {}
         self.thresholds = {group: found.threshold for group, found in stats.items() if found.outlier_share is not None}
 
-    def transform(self, stage: Stage, pair: Pair, rounding: Rounding) -> None:
+    def transform(self, stage: Stage, pair: Pair, rounding: Rounding, kept: bool) -> None:
         """Apply a transform stage to one pair, whose consumers will then be rounded as `rounding` says.
 
-        Statistics of the consumers' input are rescaled, not collected again.
+        kept: the producer stays off the grid. Statistics of the consumers' input are rescaled, not collected again.
         """
         group = next(group for group in self.stats if pair.consumers[0] in group)
         consumers = [self.weights[f"{name}.weight"] for name in pair.consumers]
@@ -98,7 +82,7 @@ class Block:
             sources = head_sources(consumers[0].shape[1], pair.repeat, pair.head_size).to(consumers[0].device)
         method = methods.find("transform", stage.method)
         scale = method.scale(consumers, self.stats[group], rounding, stage.settings, sources)
-        self.stats[group] = self.stats[group].scaled(self.fold(pair, scale))
+        self.stats[group] = self.stats[group].scaled(self.fold(pair, scale, kept))
         for name in pair.consumers:
             self.touched[name] = (*self.touched.get(name, ()), stage.method)
 
@@ -113,11 +97,12 @@ class Block:
         for group, found in stats.items():
             self.stats[group] = replace(self.stats[group], outlier_share=found.outlier_share)
 
-    def fold(self, pair: Pair, scale: Tensor) -> Tensor:
+    def fold(self, pair: Pair, scale: Tensor, kept: bool = False) -> Tensor:
         """Divide the producer's output by `scale` [K], multiply the consumers' columns, and return what was applied.
 
-        Heads that feed several query heads can only move by one scale: the geometric mean of theirs. A producer that
-        stays off the grid is rounded to its stored dtype first, and the consumers follow the rounded value exactly.
+        Heads that feed several query heads can only move by one scale: the geometric mean of theirs. The function is
+        kept exactly although producers off the grid are stored in 16 bit: a norm is rounded first, and the consumers
+        follow the rounded value; a linear producer that is `kept` off the grid moves by powers of two.
         """
         name = f"{pair.producer}.weight"
         if pair.kind == "norm":
@@ -130,7 +115,8 @@ class Block:
             applied = torch.where(movable, applied, torch.ones_like(applied))
         else:
             heads = scale.view(-1, pair.repeat, pair.head_size)
-            shared = heads.log().mean(1, keepdim=True).exp()
+            shared = heads.log2().mean(1, keepdim=True)
+            shared = (shared.round() if kept else shared).exp2()
             applied = shared.expand(heads.shape).reshape(-1)
             self.weights[name] = self.weights[name] / shared.reshape(-1, 1)
             bias = f"{pair.producer}.bias"
@@ -149,6 +135,8 @@ class Block:
         stage, scheme = tasks[0].stage, tasks[0].scheme
         stats = next((stats for group, stats in self.stats.items() if tasks[0].name in group), None)
         weight = torch.cat([self.weights.pop(f"{task.name}.weight") for task in tasks])
+        if not torch.isfinite(weight).all():
+            raise InputError(f"{', '.join(task.name for task in tasks)}: weights overflow float32: check the source's")
         method = methods.find("quantize", stage.method)
         solved: Solved = method.quantize(weight, stats, scheme.grid, stage.settings, scale_dtype)
         stored: dict[str, Tensor] = {}

@@ -28,23 +28,40 @@ class _Enough(Exception):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Hidden states in front of the current block, and every block's other arguments by batch size."""
+    """Hidden states (float32) in front of the current block, every block's other arguments by batch size, and the
+    dtype that matrix products multiply in (`arithmetic`)."""
 
     hidden: ActivationBuffer
     arguments: dict[int, list[Inputs]]
+    arithmetic: torch.dtype = torch.float32
 
     def run(self, block: nn.Module, index: int, batch: int, device: torch.device) -> Tensor:
         """The output of `block`, number `index`, on batch number `batch`."""
         hidden = self.hidden[batch].to(device)
         positional, keyword = self.arguments[len(hidden)][index]
-        output = block(hidden, *_to(positional, device), **_to(keyword, device))
-        return output[0] if isinstance(output, tuple) else output
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.arithmetic == torch.bfloat16):
+            output = block(hidden, *_to(positional, device), **_to(keyword, device))
+        return (output[0] if isinstance(output, tuple) else output).float()
 
 
-def embed(skeleton: Skeleton, tokens: Tensor, batch_size: int, buffer: ActivationBuffer) -> Calibration:
+def arithmetic(device: torch.device) -> torch.dtype:
+    """What matrix products of a calibration pass multiply in: bfloat16, summed in float32, where `device` has units
+    for it (a GPU, AVX-512 BF16, AMX), float32 elsewhere. Hidden states between blocks and Hessians are float32."""
+    if device.type == "cpu":
+        capabilities = torch.cpu.get_capabilities()
+        fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    else:
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if fast else torch.float32
+
+
+def embed(
+    skeleton: Skeleton, tokens: Tensor, batch_size: int, buffer: ActivationBuffer, dtype: torch.dtype = torch.float32
+) -> Calibration:
     """Run `tokens` [samples, seqlen] up to the first block, in batches of `batch_size` sequences.
 
-    The embedding must be materialized; the blocks are replaced by recorders while this runs.
+    The embedding must be materialized; the blocks are replaced by recorders while this runs. It may be in 16 bit: what
+    leaves it is float32, as everything behind it. dtype: what the passes over the blocks shall multiply in.
     """
     arguments: dict[int, list[Inputs]] = {}
     recorded: list[Inputs] = []
@@ -63,6 +80,7 @@ def embed(skeleton: Skeleton, tokens: Tensor, batch_size: int, buffer: Activatio
         return record
 
     with torch.no_grad(), ExitStack() as undo:
+        undo.callback(skeleton.embedding()[1].register_forward_hook(lambda *call: call[2].float()).remove)
         for index in range(len(skeleton.blocks)):
             block = skeleton.block(index)
             block.forward = recorder(index)
@@ -75,7 +93,7 @@ def embed(skeleton: Skeleton, tokens: Tensor, batch_size: int, buffer: Activatio
                 skeleton.model(input_ids=ids, use_cache=False)
             buffer.append(first[0])
             arguments.setdefault(len(ids), list(recorded))
-    return Calibration(buffer, arguments)
+    return Calibration(buffer, arguments, dtype)
 
 
 def collect(

@@ -36,9 +36,9 @@ def find(kind: str, name: str) -> ModuleType:
     )
 
 
-def summary(method: ModuleType) -> str:
-    """The first line of a method's docstring."""
-    return (method.__doc__ or "").strip().partition("\n")[0]
+def summary(module: object) -> str:
+    """The first line of the docstring of a method, a format or a kernel."""
+    return (module.__doc__ or "").strip().partition("\n")[0]
 
 
 def _modules(kind: str) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from compress.architecture import Dimensions, dimensions, empty_model
 from compress.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -85,15 +86,42 @@ class Skeleton:
         kinds = (nn.Linear, nn.Embedding)
         return {name: type(module).__name__ for name, module in self.model.named_modules() if isinstance(module, kinds)}
 
-    def embedding(self) -> tuple[str, nn.Module]:
+    def embedding(self) -> tuple[str, nn.Embedding]:
         """Name and module of the input embedding."""
-        module: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
+        module = self.model.get_input_embeddings()  # type: ignore[operator]
+        assert isinstance(module, nn.Embedding)
         return next(name for name, other in self.model.named_modules() if other is module), module
 
     def output_name(self) -> str:
         """Name of the output layer; empty where the model has none."""
         module = self.model.get_output_embeddings()  # type: ignore[operator]
         return next((name for name, other in self.model.named_modules() if other is module), "")
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer's weight is the input embedding."""
+        return bool(self.output_name() and getattr(self.config, "tie_word_embeddings", False))
+
+    @property
+    def dimensions(self) -> Dimensions:
+        return dimensions(self.config)
+
+    def outside(self, name: str) -> bool:
+        """Whether a module or tensor lies outside the blocks."""
+        return not any(name.startswith(block + ".") for block in self.blocks)
+
+    def front_parameters(self) -> list[str]:
+        """Names of all parameters that the way to the first block may need: those outside the blocks but the head's.
+
+        Embeddings of tokens and positions, and what scales or projects them. Final norms are among them too, since no
+        rule tells them from norms in front; they are small.
+        """
+        head = self.output_name() + "."
+        return [
+            name
+            for name, _ in self.model.named_parameters(remove_duplicate=False)
+            if self.outside(name) and not name.startswith(head)
+        ]
 
     @property
     def family(self) -> Family | None:
@@ -105,21 +133,9 @@ def build_skeleton(folder: Path) -> Skeleton:
 
     Raises InputError for an architecture that transformers does not know or that has no row of decoder blocks.
     """
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        # Quantized input is refused or dequantized before; transformers must not build its own quantized layers here.
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        with init_empty_weights():
-            model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{folder / 'config.json'}: no causal language model can be built from it: {reason}") from None
-    model.eval()
-    model.config.use_cache = False
+    model = empty_model(folder)
+    config = model.config
+    config.use_cache = False
     blocks = _find_blocks(model, config)
     if not blocks:
         raise InputError(f"{folder / 'config.json'}: model_type {config.model_type!r} has no list of decoder blocks")
@@ -178,22 +194,16 @@ def pairs(skeleton: Skeleton, index: int) -> list[Pair]:
 
 
 @contextmanager
-def materialized(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[nn.Module]:
-    """`module` with its parameters set to `tensors` (names relative to it); back on the meta device afterwards."""
+def materialized(module: nn.Module, tensors: dict[str, Tensor], strict: bool = True) -> Iterator[nn.Module]:
+    """`module` with its parameters set to `tensors` (names relative to it); back on the meta device afterwards.
+
+    strict: all of its parameters must be given, not only those that are needed.
+    """
     try:
-        module.load_state_dict(tensors, strict=True, assign=True)
+        module.load_state_dict(tensors, strict=strict, assign=True)
         yield module
     finally:
         for owner in module.modules():
             for name, parameter in owner._parameters.items():
                 if parameter is not None:
                     owner._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
-
-
-def kv_bytes_per_token(config: Any, bytes_per_value: float) -> int:
-    """Bytes of key and value cache per token: 2 x layers x kv heads x head size x bytes."""
-    config = config.get_text_config()
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return int(2 * config.num_hidden_layers * kv_heads * head_size * bytes_per_value)

@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 
+from compress.calibrate import arithmetic
 from compress.checkpoint import manifest, quantization_config
 from compress.checkpoint.header import TensorInfo
 from compress.checkpoint.manifest import Manifest
-from compress.checkpoint.source import Source
+from compress.checkpoint.source import Source, dominant_dtype
 from compress.checkpoint.tokenizer import tokenizer_files
-from compress.plan import Plan, model_dtype
+from compress.plan import Plan
 from compress.recipe import Evaluate, Recipe
 from compress.tokens import Tokens
 
-SAMPLE = 1 << 16
+SAMPLE = 1 << 12
 PACKAGES = ("lmpress", "torch", "transformers", "safetensors")
 
 
@@ -40,34 +41,36 @@ def read_outcome(folder: Path) -> Outcome:
 
 
 def source_identity(source: Source) -> str:
-    """A hash of the source's config, its tensors' names, dtypes and shapes, and 64 KiB from both ends of each file.
+    """A hash of the source's config and, of each tensor, its name, dtype, shape and 4 KiB from both of its ends.
 
-    Reading whole files would cost a pass over the model before the run has begun.
+    Reading all of it would cost a pass over the model before the run has begun.
     """
     digest = hashlib.sha256(json.dumps(source.config, sort_keys=True).encode())
-    for name, info in sorted(source.tensors.items()):
+    for name, info in sorted(source.stored.items()):
         digest.update(f"{name} {info.dtype} {info.shape}".encode())
-    for file in sorted({info.file for info in source.tensors.values()}):
-        with file.open("rb") as stream:
-            digest.update(stream.read(SAMPLE))
-            stream.seek(max(0, file.stat().st_size - SAMPLE))
-            digest.update(stream.read(SAMPLE))
+        with info.file.open("rb") as stream:
+            for start in (info.offset, info.offset + max(0, info.nbytes - SAMPLE)):
+                stream.seek(start)
+                digest.update(stream.read(min(SAMPLE, info.nbytes)))
     return digest.hexdigest()
 
 
 def fingerprint(recipe: Recipe, source: Source, device: torch.device) -> str:
-    """What must be equal for an unfinished run to be gone on with: recipe, source, versions and kind of device.
+    """What must be equal for an unfinished run to be gone on with: recipe, source, device, arithmetic and versions.
 
     How the result is evaluated does not change it.
     """
     made = recipe.model_copy(update={"evaluate": Evaluate()})
-    parts = [made.sha256(), source_identity(source), device.type, *(f"{name} {version(name)}" for name in PACKAGES)]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    parts = [made.sha256(), source_identity(source), name, str(arithmetic(device))]
+    parts += [f"{package} {version(package)}" for package in PACKAGES]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Run:
-    """All that the closing files are made of. tensors: as written, with their sha256. records: one per section."""
+    """All that the closing files are made of. tensors: as written, with their sha256. records: one per section.
+    device: where the blocks were worked on."""
 
     recipe: Recipe
     source: Source
@@ -76,6 +79,7 @@ class Run:
     tensors: Mapping[str, TensorInfo]
     sha256: Mapping[str, str]
     records: list[dict[str, Any]]
+    device: torch.device
 
 
 def closing_files(run: Run) -> dict[str, str | bytes | Path]:
@@ -92,6 +96,14 @@ def closing_files(run: Run) -> dict[str, str | bytes | Path]:
     return files
 
 
+def outlier_bytes(run: Run) -> int:
+    """Bytes of the outlier columns that calibration found, which the plan could not know."""
+    layers = [layer for record in run.records for layer in record["layers"]]
+    itemsize = run.plan.scale_dtype.itemsize
+    rows = {name: task.shape[0] for name, task in run.plan.assignment.layers.items()}
+    return sum(len(layer["outlier_columns"]) * (4 + itemsize * rows[layer["name"]]) for layer in layers)
+
+
 def make_manifest(run: Run) -> Manifest:
     """The manifest of a run: no dates and no timings, so that two runs of one recipe write the same one."""
     layers = [layer for record in run.records for layer in record["layers"]]
@@ -104,16 +116,16 @@ def make_manifest(run: Run) -> Manifest:
         recipe_sha256=run.recipe.sha256(),
         source={
             "model_type": run.source.config["model_type"],
-            "dtype": str(model_dtype(run.source)).removeprefix("torch."),
+            "dtype": str(dominant_dtype(run.source.tensors)).removeprefix("torch."),
             "identity_sha256": source_identity(run.source),
             "note": run.source.config.get("lmpress_note"),
         },
-        calibration=run.tokens.description if run.tokens else None,
+        calibration=_calibration(run, layers),
         layers=layers,
         tensors=manifest.tensor_table(run.tensors, run.sha256),
         fallbacks=[{"name": row["name"], "reason": row["fallback"]} for row in layers if row["fallback"]],
         skipped=[{"name": name, "reason": reason} for name, reason in run.plan.assignment.untouched.items()]
-        + [{"name": name, "reason": "a second copy of the tied embedding"} for name in run.plan.dropped],
+        + [{"name": name, "reason": reason} for name, reason in run.plan.dropped.items()],
         versions={name: version(name) for name in PACKAGES},
         size={
             "bytes": bytes_after,
@@ -121,6 +133,31 @@ def make_manifest(run: Run) -> Manifest:
             "bits_per_weight": 8 * (bytes_after - untouched_bytes) / weights if weights else None,
         },
     )
+
+
+def _calibration(run: Run, layers: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Where the tokens came from, with a note for each thing about them that deserves a second look."""
+    if run.tokens is None:
+        return None
+    tasks = run.plan.assignment.layers
+    few = [row for row in layers if row["damping"] is not None and row["tokens"] < tasks[row["name"]].shape[1]]
+    dead = [row for row in layers if row["dead_channels"]]
+    asked = {name: getattr(task.stage.settings, "damping", None) for name, task in tasks.items()}
+    raised = [row for row in layers if row["damping"] is not None and row["damping"] > asked[row["name"]]]
+    notes = list(run.tokens.description["notes"])
+    if few:
+        notes.append(
+            f"{few[0]['tokens']} tokens are fewer than the input channels of {len(few)} layers "
+            f"({few[0]['name']}, ...): their Hessians lack full rank; give more samples"
+        )
+    if dead:
+        count = sum(row["dead_channels"] for row in dead)
+        notes.append(f"{count} input channels in {len(dead)} layers were zero in every token ({dead[0]['name']}, ...)")
+    if raised:
+        most = max(row["damping"] for row in raised)
+        notes.append(f"damping was raised in {len(raised)} layers, up to {most:g} ({raised[0]['name']}, ...)")
+    multiplied = str(arithmetic(run.device)).removeprefix("torch.")
+    return {**run.tokens.description, "arithmetic": multiplied, "notes": notes}
 
 
 def model_card(told: Manifest) -> str:
@@ -148,11 +185,11 @@ def model_card(told: Manifest) -> str:
     ]
     if told.source["note"]:
         lines += [f"About the source weights: {told.source['note']}", ""]
+    loader = "`transformers.AutoModelForCausalLM.from_pretrained`, where compressed-tensors is installed"
     if "LLM_INT8" in schemes:
         lines += ["Outlier columns have no words in compressed-tensors: load it with lmpress.", ""]
+    elif "W4A16_ASYM" in schemes:
+        lines += [f"Loads with {loader}, given `CompressedTensorsConfig(dequantize=True)`.", ""]
     else:
-        lines += [
-            "Loads with `transformers.AutoModelForCausalLM.from_pretrained` where compressed-tensors is installed.",
-            "",
-        ]
+        lines += [f"Loads with {loader}.", ""]
     return "\n".join(lines)

@@ -12,18 +12,18 @@ import torch
 
 from compress.assignment import assign
 from compress.checkpoint import quantization_config
-from compress.checkpoint.output import refuse_overlap
+from compress.checkpoint.output import WORK, partial_folder, refuse_overlap
 from compress.checkpoint.reader import Checkpoint, open_checkpoint
 from compress.checkpoint.source import Source, dequantized
 from compress.checkpoint.writer import Section, Writer
 from compress.errors import USAGE, InputError
 from compress.model import Skeleton, build_skeleton
-from compress.outcome import Outcome, Run, closing_files, fingerprint, read_outcome
+from compress.outcome import Outcome, Run, closing_files, fingerprint, outlier_bytes, read_outcome
 from compress.plan import Plan, make_plan
 from compress.recipe import Recipe
 from compress.resident import bound_heap
 from compress.run_log import Logged, Observer
-from compress.tokens import calibration_tokens
+from compress.tokens import SELF, Tokens, calibration_tokens
 from compress.walk import Walk
 
 
@@ -53,7 +53,7 @@ def prepare(recipe: Recipe, dequantize: bool = False) -> Job:
         raise InputError("recipe: field 'model' is missing: name the model's folder there or with --model", USAGE)
     source = _open_source(Path(recipe.model), dequantize)
     skeleton = build_skeleton(source.folder)
-    assignment = assign(recipe, skeleton, bool(source.config.get("tie_word_embeddings", False)))
+    assignment = assign(recipe, skeleton)
     return Job(recipe, source, skeleton, make_plan(recipe, source, skeleton, assignment))
 
 
@@ -69,26 +69,50 @@ def run(recipe: Recipe, options: RunOptions, observer: Observer) -> Outcome:
     job = prepare(recipe, options.dequantize)
     refuse_overlap(output, job.source.folder)
     device = pick_device(options.device)
-    sections = [Section(name, parts) for name, parts in job.plan.sections]
-    mark = fingerprint(recipe, job.source, device)
-    writer = Writer(output, sections, mark, recipe.export.shard_bytes, options.restart)
+    # A named text is read before anything is created, so that its mistakes leave nothing behind.
+    calibrated = job.plan.assignment.needs_calibration
+    named = calibrated and recipe.calibration.source != SELF
+    tokens = _tokens(job, device, output, observer) if named else None
+    writer = _writer(job, device, output, options.restart)
     if writer.complete:
         observer.event("complete", output=str(output))
         return read_outcome(output)
-    observer = Logged(output, observer)
     bound_heap()
-    observer.event("started", blocks=len(job.skeleton.blocks), done=len(writer.done), device=str(device))
-    tokens = None
-    if job.plan.assignment.needs_calibration:
-        tokens = calibration_tokens(
-            recipe, job.source, writer.work, lambda done, total: observer.event("sampling", done=done, total=total)
-        )
+    observer = Logged(output, observer)
+    done = len(set(writer.done) & set(job.skeleton.blocks))
+    observer.event("started", blocks=len(job.skeleton.blocks), done=done, device=str(device))
+    if calibrated and tokens is None:
+        tokens = _tokens(job, device, output, observer)
+    if tokens is not None:
         observer.event("tokens", **tokens.description)
     records = Walk(job.source, job.skeleton, job.plan, writer, device, observer).run(tokens)
-    closing = closing_files(Run(recipe, job.source, job.plan, tokens, writer.tensors, writer.sha256, records))
-    writer.finish(closing, job.plan.bytes_after if job.plan.exact else None)
+    result = Run(recipe, job.source, job.plan, tokens, writer.tensors, writer.sha256, records, device)
+    writer.finish(closing_files(result), job.plan.bytes_after + outlier_bytes(result))
     observer.event("finished", output=str(output))
     return read_outcome(output)
+
+
+def _writer(job: Job, device: torch.device, output: Path, restart: bool) -> Writer:
+    """The writer of the planned sections, with room on the disk for what they and spilled activations should take."""
+    sections = [Section(name, parts) for name, parts in job.plan.sections]
+    mark = fingerprint(job.recipe, job.source, device)
+    return Writer(output, sections, mark, job.recipe.export.shard_bytes, restart, room=job.plan.disk_bytes)
+
+
+def _tokens(job: Job, device: torch.device, output: Path, observer: Observer) -> Tokens:
+    """The calibration tokens. Raises InputError where one of them has no row in the embedding."""
+    work = partial_folder(output) / WORK
+    tokens = calibration_tokens(
+        job.recipe, job.source, work, device, lambda done, total: observer.event("sampling", done=done, total=total)
+    )
+    name, embedding = job.skeleton.embedding()
+    rows, largest = embedding.num_embeddings, int(tokens.ids.max())
+    if largest >= rows:
+        raise InputError(
+            f"calibration: token {largest} is beyond the {rows} rows of {name}.weight: the tokenizer in "
+            f"{job.source.folder} belongs to another model: put the right one there"
+        )
+    return tokens
 
 
 def pick_device(wish: str) -> torch.device:
@@ -110,8 +134,6 @@ def _open_source(folder: Path, dequantize: bool) -> Source:
             f"{folder / 'config.json'}: the model is already quantized ({what}): give the float model, or --dequantize "
             "to go on from what these weights stand for"
         )
-    suffix = ".weight_scale"
-    modules = [name.removesuffix(suffix) for name in checkpoint.tensors if name.endswith(suffix)]
-    schemes = quantization_config.parse(checkpoint.config, modules)
+    schemes = quantization_config.stored_schemes(checkpoint)
     dtype = getattr(torch, str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bfloat16"))
     return dequantized(checkpoint, schemes, dtype)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 
-from compress.assignment import Assignment, LayerTask, scale_dtype
-from compress.checkpoint.source import Source
+from compress.architecture import SAMPLING_CACHE_BYTES, kv_bytes_per_token
+from compress.assignment import Assignment, LayerTask, block_needs, scale_dtype
+from compress.checkpoint.agreement import refuse_extra, refuse_missing, refuse_shape, strangers
+from compress.checkpoint.source import Source, dominant_dtype
+from compress.errors import InputError
 from compress.formats import format_named, int8_outlier
 from compress.formats.grid import TensorSpec
-from compress.model import Skeleton, input_groups, kv_bytes_per_token
+from compress.kernels.pick import pick
+from compress.model import Skeleton
 from compress.recipe import Recipe
 
 MIB = 1 << 20
@@ -20,6 +24,7 @@ MIB = 1 << 20
 PROCESS_BYTES = 400 * MIB
 ACTIVATION_BUDGET = 1 << 30
 TOKENS_PER_BATCH = 2048
+ROWS_COMPARED = 4096
 
 
 @dataclass(frozen=True)
@@ -42,13 +47,14 @@ class Plan:
     """What a recipe will do to a model.
 
     sections: (name, {stored tensor: bytes}) in writing order: tensors outside the blocks, then the blocks.
+    dropped: tensors of the source that are not written, with the reason.
     exact: False where outlier columns, found at calibration, decide the size; bytes are an estimate then.
     """
 
     assignment: Assignment
     rows: tuple[Row, ...]
     sections: tuple[tuple[str, dict[str, int]], ...]
-    dropped: tuple[str, ...]
+    dropped: dict[str, str]
     scale_dtype: torch.dtype
     exact: bool
     peak_memory: int
@@ -76,10 +82,28 @@ class Plan:
         return 8 * sum(row.bytes_after for row in rows) / weights if weights else 0.0
 
 
-def make_plan(recipe: Recipe, source: Source, skeleton: Skeleton, assignment: Assignment) -> Plan:
-    """Plan `recipe` on `source`; reads no weight."""
-    stored_dtype = scale_dtype(recipe, model_dtype(source))
-    dropped = _duplicates(source)
+def make_plan(recipe: Recipe, source: Source, skeleton: Skeleton, assignment: Assignment, device: str = "cpu") -> Plan:
+    """Plan `recipe` on `source`; reads no weight but a second copy of tied embeddings.
+
+    device: where the result shall run. Raises InputError where config.json and the shards are not of one model.
+    """
+    model_dtype = dominant_dtype(source.tensors)
+    stored_dtype = scale_dtype(recipe, model_dtype)
+    derived, copied = _check_tensors(source, skeleton)
+    dropped = {**_duplicates(source, skeleton), **derived}
+    tokens = recipe.calibration.samples * recipe.calibration.seqlen if assignment.needs_calibration else 0
+    notes = [*assignment.notes, *copied]
+    if derived:
+        notes.append(
+            f"{len(derived)} stored tables that loaders compute themselves are dropped ({next(iter(derived))})"
+        )
+    positions = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
+    if tokens and positions and recipe.calibration.seqlen > positions:
+        notes.append(
+            f"calibration.seqlen {recipe.calibration.seqlen} is beyond the {positions} positions that the model was "
+            f"made for (max_position_embeddings): give at most {positions}"
+        )
+    assignment = replace(assignment, notes=tuple(notes))
     rows: list[Row] = []
     stored: dict[str, dict[str, int]] = {}
     for name, info in source.tensors.items():
@@ -91,8 +115,8 @@ def make_plan(recipe: Recipe, source: Source, skeleton: Skeleton, assignment: As
         if task is not None:
             after = sum(spec.nbytes for spec in _specs(task, stored_dtype).values())
             stored[name] = _most_bytes(task, stored_dtype)
-        rows.append(_row(name, info.shape, info.nbytes, task, after))
-    tokens = recipe.calibration.samples * recipe.calibration.seqlen if assignment.needs_calibration else 0
+        kernel = pick(task.scheme.format, device).NAME if task else ""
+        rows.append(_row(name, info.shape, task, (info.nbytes, after), kernel))
     activations = tokens * skeleton.config.get_text_config().hidden_size * 4
     return Plan(
         assignment=assignment,
@@ -101,27 +125,75 @@ def make_plan(recipe: Recipe, source: Source, skeleton: Skeleton, assignment: As
         dropped=dropped,
         scale_dtype=stored_dtype,
         exact=all(task.scheme.threshold is None for task in assignment.layers.values()),
-        peak_memory=_peak_memory(source, skeleton, assignment, tokens),
+        peak_memory=_peak_memory(recipe, source, skeleton, assignment),
         spill_bytes=max(0, activations - ACTIVATION_BUDGET),
-        kv_bytes_per_token=kv_bytes_per_token(skeleton.config, model_dtype(source).itemsize),
+        kv_bytes_per_token=kv_bytes_per_token(skeleton.dimensions, model_dtype.itemsize),
         calibration_tokens=tokens,
     )
 
 
-def model_dtype(source: Source) -> torch.dtype:
-    """The dtype that holds most of the checkpoint's bytes."""
-    totals: dict[torch.dtype, int] = {}
-    for info in source.tensors.values():
-        if not info.dtype.is_floating_point:
-            continue
-        totals[info.dtype] = totals.get(info.dtype, 0) + info.nbytes
-    return max(totals, key=lambda dtype: totals[dtype])
+def _check_tensors(source: Source, skeleton: Skeleton) -> tuple[dict[str, str], list[str]]:
+    """Tensors to be dropped, with the reason, and notes. Raises InputError unless the shards hold the skeleton's model.
+
+    Tensors outside the blocks that the model has no place for are copied: other loaders may know them.
+    """
+    wanted = {name: tuple(tensor.shape) for name, tensor in skeleton.model.state_dict().items()}
+    output = f"{skeleton.output_name()}.weight" if skeleton.tied else ""
+    missing = [name for name in wanted if name not in source.tensors and name != output]
+    extra, derived = strangers(source.tensors, wanted)
+    experts = [name for name in wanted if len(wanted[name]) == 3 and not skeleton.outside(name)]
+    fused = [name for name in experts if name in missing]
+    if fused:
+        raise InputError(
+            f"{source.folder}: {fused[0]!r}: transformers keeps the experts of model_type "
+            f"{skeleton.config.model_type!r} as one tensor of {len(wanted[fused[0]])} dimensions, the shards expert by "
+            "expert, and neither can be compressed yet: give a model without experts"
+        )
+    renamed = _renamed_head(missing, extra, wanted, source, skeleton)
+    refuse_missing(source.folder, [name for name in missing if name not in renamed])
+    refuse_extra(source.folder, [name for name in extra if not skeleton.outside(name)])
+    for name in source.tensors.keys() & wanted.keys():
+        refuse_shape(source.tensors[name], wanted[name])
+    notes = [
+        f"{name} is stored as {other}, which transformers renames and lmpress cannot run"
+        for name, other in renamed.items()
+    ]
+    extra = [name for name in extra if name not in renamed.values()]
+    if experts:
+        notes.append(f"{len(experts)} tensors of experts are no linear layers and stay as they are ({experts[0]}, ...)")
+    if extra:
+        notes.append(f"{len(extra)} tensors belong to no layer of the model and are copied ({extra[0]}, ...)")
+    return dict.fromkeys(derived, "a table that loaders compute"), notes
 
 
-def _duplicates(source: Source) -> tuple[str, ...]:
-    """Output weights that a tied checkpoint stores a second time; loaders ignore them, so they are not written."""
-    tied = source.config.get("tie_word_embeddings", False)
-    return ("lm_head.weight",) if tied and "lm_head.weight" in source.tensors else ()
+def _renamed_head(
+    missing: list[str], extra: list[str], wanted: dict[str, tuple[int, ...]], source: Source, skeleton: Skeleton
+) -> dict[str, str]:
+    """The output weight and what it is stored as, where that is another name that transformers alone knows."""
+    head = f"{skeleton.output_name()}.weight"
+    if head not in missing:
+        return {}
+    alike = [name for name in extra if skeleton.outside(name) and source.tensors[name].shape == wanted[head]]
+    return {head: alike[0]} if alike else {}
+
+
+def _duplicates(source: Source, skeleton: Skeleton) -> dict[str, str]:
+    """The output weight, where a tied checkpoint stores the embedding a second time: it need not be written.
+
+    Raises InputError where the two differ: transformers would then run them untied, and other loaders would not.
+    """
+    first, second = f"{skeleton.embedding()[0]}.weight", f"{skeleton.output_name()}.weight"
+    if not skeleton.tied or second not in source.tensors or first == second:
+        return {}
+    rows = source.tensors[first].shape[0]
+    for start in range(0, rows, ROWS_COMPARED):
+        stop = min(start + ROWS_COMPARED, rows)
+        if not torch.equal(source.read_rows(first, start, stop), source.read_rows(second, start, stop)):
+            raise InputError(
+                f"{source.folder / 'config.json'}: field 'tie_word_embeddings' is true, but tensor {second!r} differs "
+                f"from {first!r}: set it to false there, or remove the tensor"
+            )
+    return {second: "a second copy of the tied embedding"}
 
 
 def _specs(task: LayerTask, stored_dtype: torch.dtype) -> dict[str, TensorSpec]:
@@ -136,13 +208,14 @@ def _most_bytes(task: LayerTask, stored_dtype: torch.dtype) -> dict[str, int]:
     return {f"{task.name}.{suffix}": spec.nbytes for suffix, spec in specs.items()}
 
 
-def _row(name: str, shape: tuple[int, ...], before: int, task: LayerTask | None, after: int) -> Row:
-    weights = max(1, prod(shape))
+def _row(name: str, shape: tuple[int, ...], task: LayerTask | None, sizes: tuple[int, int], kernel: str) -> Row:
+    """sizes: bytes before and after."""
+    bits = 8 * sizes[1] / max(1, prod(shape))
     if task is None:
-        return Row(name, shape, "copy", "", "dense", "", 8 * after / weights, before, after)
+        return Row(name, shape, "copy", "", "dense", kernel, bits, *sizes)
     method, scheme = task.stage.method, task.scheme
     group = f" g{scheme.grid.group_size}" if scheme.grid.group_size else ""
-    return Row(name, shape, method, scheme.name + group, scheme.format, "reference", 8 * after / weights, before, after)
+    return Row(name, shape, method, scheme.name + group, scheme.format, kernel, bits, *sizes)
 
 
 def _sections(blocks: list[str], stored: dict[str, dict[str, int]]) -> tuple[tuple[str, dict[str, int]], ...]:
@@ -158,34 +231,45 @@ def _sections(blocks: list[str], stored: dict[str, dict[str, int]]) -> tuple[tup
     return (*outside.items(), *inside.items())
 
 
-def _peak_memory(source: Source, skeleton: Skeleton, assignment: Assignment, tokens: int) -> int:
+def _peak_memory(recipe: Recipe, source: Source, skeleton: Skeleton, assignment: Assignment) -> int:
     """Predicted peak resident bytes: the largest block in float32 with its Hessians, and the activations.
 
-    A model's depth does not enter. Beside a block there is either a batch of tokens on its way through it, or the
-    solver with the one group of layers that it works on.
+    A model's depth does not enter, unless it writes its own calibration text: then all of it is in memory. Beside a
+    block there is either a batch of tokens on its way through it, or the solver with the one group that it works on.
     """
-    width = skeleton.config.get_text_config().hidden_size
+    sizes = {name: info.nbytes for name, info in source.tensors.items() if skeleton.outside(name)}
+    largest = max(sizes.values(), default=0)
+    calibration, width = recipe.calibration, skeleton.dimensions.hidden_size
+    if not assignment.needs_calibration:
+        return PROCESS_BYTES + max(largest, *_blocks_bytes(skeleton, assignment, 0))
+    tokens = calibration.samples * calibration.seqlen
     widest = max(task.shape[0] for task in assignment.layers.values())
     activations = min(4 * tokens * width, ACTIVATION_BUDGET)
     batch = 4 * min(tokens, TOKENS_PER_BATCH) * (3 * widest + 6 * width)
-    blocks = [_block_bytes(skeleton.block_linears(index), skeleton, assignment, batch) for index in _indices(skeleton)]
-    outside = [info.nbytes for name, info in source.tensors.items() if not name.startswith(tuple(skeleton.blocks))]
-    return PROCESS_BYTES + max(activations + max(blocks), *outside)
+    front = sum(sizes.get(name, 0) for name in skeleton.front_parameters())
+    writer = _writer_bytes(recipe, source, skeleton) if calibration.source == "self" else 0
+    return PROCESS_BYTES + max(largest, writer, activations + max(front, *_blocks_bytes(skeleton, assignment, batch)))
 
 
-def _indices(skeleton: Skeleton) -> range:
-    return range(len(skeleton.blocks))
+def _writer_bytes(recipe: Recipe, source: Source, skeleton: Skeleton) -> int:
+    """Bytes of the whole model in float32, writing text, with the keys and values of the sequences side by side."""
+    sequence = kv_bytes_per_token(skeleton.dimensions, torch.float32.itemsize) * recipe.calibration.seqlen
+    weights = sum(prod(info.shape) for info in source.tensors.values())
+    return 4 * weights + max(sequence, min(recipe.calibration.samples * sequence, SAMPLING_CACHE_BYTES))
 
 
-def _block_bytes(linears: list[str], skeleton: Skeleton, assignment: Assignment, batch: int) -> int:
-    """Bytes that a block with these layers takes at its worst moment."""
+def _blocks_bytes(skeleton: Skeleton, assignment: Assignment, batch: int) -> list[int]:
+    """Bytes that each block takes at its worst moment."""
+    return [_block_bytes(index, skeleton, assignment, batch) for index in range(len(skeleton.blocks))]
+
+
+def _block_bytes(index: int, skeleton: Skeleton, assignment: Assignment, batch: int) -> int:
+    linears = skeleton.block_linears(index)
     shapes = {name: skeleton.shape(name) for name in linears}
     weights = 4 * sum(prod(shape) for shape in shapes.values())
-    groups = [group for group in input_groups(linears) if any(name in assignment.layers for name in group)]
     hessians, solver = 0, 0
-    for group in groups:
-        size = sum(prod(shapes[name]) for name in group)
-        needs = frozenset[str]().union(*(assignment.layers[name].stage.needs for name in group))
+    for group, (needs, _) in block_needs(linears, assignment, index).items():
+        size = sum(prod(shapes[name]) for name in group if name in assignment.layers)
         square = 4 * shapes[group[0]][1] ** 2 if "hessian" in needs else 0
         hessians += square
         # Two matrices for the factor beside the Hessian; the group's weights as read, as solved, and as integers.

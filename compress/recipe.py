@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -79,7 +80,7 @@ class Stage:
     ignore: tuple[str, ...] = ()
     where: str = field(default="stages", compare=False, repr=False)
 
-    @property
+    @cached_property
     def needs(self) -> frozenset[str]:
         """The input statistics the method wants; empty when it needs no calibration."""
         return frozenset(methods.find(self.kind, self.method).NEEDS)

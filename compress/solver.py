@@ -15,6 +15,7 @@ from torch import Tensor
 
 MAXIMUM_DAMPING = 1.0
 ESCALATION = 10.0
+LEAST_RAISED = 0.001
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,17 @@ def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> F
     """Factor the damped inverse of `hessian` [K, K], its rows and columns taken in `order`.
 
     None when it is not positive definite even at MAXIMUM_DAMPING. The rule for a failing factorization: damping is
-    multiplied by ESCALATION until it works or passes the maximum. With F reversing the order of rows and columns,
-    F H F = L L^T makes H = R R^T with R = F L F upper triangular, hence U = R^-1: one Cholesky factorization and one
-    triangular inverse, no explicit H^-1. Besides `hessian`, two matrices of its size are alive at a time.
+    multiplied by ESCALATION (0 becomes LEAST_RAISED) until it works or the maximum has failed.
+
+    With F reversing the order of rows and columns, F H F = L L^T makes H = R R^T with R = F L F upper triangular, hence
+    U = R^-1: one Cholesky factorization and one triangular inverse, no explicit H^-1. Besides `hessian`, two matrices
+    of its size are alive at a time.
     """
     mean = hessian.diagonal().mean()
     if not torch.isfinite(mean) or mean <= 0:
         return None
     reverse = (torch.arange(len(hessian), device=hessian.device) if order is None else order).flip(0)
-    while damping <= MAXIMUM_DAMPING:
+    while True:
         flipped = hessian.index_select(0, reverse).index_select(1, reverse)
         flipped.diagonal().add_(damping * mean)
         lower, failed = torch.linalg.cholesky_ex(flipped)
@@ -48,21 +51,21 @@ def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> F
             del lower
             if bool(torch.isfinite(inverse.sum())):
                 return Factor(inverse.flip(0, 1), damping)
-        damping = damping * ESCALATION if damping > 0 else 0.001
-    return None
+        if damping >= MAXIMUM_DAMPING:
+            return None
+        damping = min(max(damping * ESCALATION, LEAST_RAISED), MAXIMUM_DAMPING)
 
 
 def solve_columns(
     weight: Tensor, upper: Tensor, decide: Callable[[int, Tensor], Tensor], block_size: int = 128
-) -> float:
+) -> None:
     """Decide the columns of `weight` in order, compensating each one's error in those to come.
 
     weight: float32 [K, N], the layer's weight transposed so that a column is one contiguous row; overwritten with the
     decided values. upper: [K, K] from `factorize`, in the same order. decide(j, values [N]) gives column j's final
-    values. Returns the sum of squared compensated errors: the rise of tr(dW H dW^T), damping included.
+    values.
     """
     columns = len(weight)
-    loss = 0.0
     for start in range(0, columns, block_size):
         stop = min(start + block_size, columns)
         block = weight[start:stop]
@@ -74,5 +77,3 @@ def solve_columns(
             torch.sub(values, decided, out=errors[j]).div_(corner[j, j])
             block[j] = decided
         weight[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
-        loss += float(errors.square().sum())
-    return loss

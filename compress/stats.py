@@ -9,12 +9,10 @@ from torch import Tensor
 
 from compress.errors import InputError
 
-STATISTICS = frozenset({"absmax", "mean_abs", "hessian", "outliers"})
-
 
 @dataclass(frozen=True)
 class InputStats:
-    """Statistics of inputs x [tokens, K] shared by one or more linear layers. Fields that no method asked for are None.
+    """Statistics of inputs x [tokens, K] shared by one or more linear layers. What no method asked for is None.
 
     absmax, mean_abs: float32 [K], of |x|. hessian: float32 [K, K], X^T X / tokens (half the Hessian of the layer's mean
     squared output error, GPTQ, arXiv 2210.17323, section 3). outlier_share: float32 [K], the share of tokens with
@@ -31,8 +29,7 @@ class InputStats:
     @property
     def dead_channels(self) -> int:
         """Input channels that were zero in every token seen."""
-        energy = self.hessian.diagonal() if self.hessian is not None else self.absmax
-        return 0 if energy is None else int((energy == 0).sum())
+        return 0 if self.absmax is None else int((self.absmax == 0).sum())
 
     def scaled(self, scale: Tensor) -> InputStats:
         """Statistics of x / scale [K]. The outlier share has no closed form and is dropped."""
@@ -45,8 +42,28 @@ class InputStats:
         )
 
 
+# Columns per strip of the Hessian: only the strips' parts on and above the diagonal are computed.
+STRIP = 288
+
+
+def _add_gram(total: Tensor, x: Tensor) -> None:
+    """Add X^T X of `x` [tokens, K] to the upper triangle, by strips, of `total` [K, K]: little over half the work."""
+    for start in range(0, len(total), STRIP):
+        strip = slice(start, start + STRIP)
+        total[strip, start:].addmm_(x[:, strip].T, x[:, start:])
+
+
+def _mirror(total: Tensor) -> Tensor:
+    """`total` [K, K] with its upper triangle, by strips, copied below the diagonal, in place."""
+    for start in range(STRIP, len(total), STRIP):
+        strip = slice(start, start + STRIP)
+        total[strip, :start] = total[:start, strip].T
+    return total
+
+
 class StatsAccumulator:
-    """Collects InputStats over batches. `needs` is a subset of STATISTICS; `threshold` goes with "outliers"."""
+    """Collects InputStats over batches. `needs` is a subset of mean_abs, hessian, outliers (and absmax, which is always
+    kept); `threshold` goes with outliers."""
 
     def __init__(self, name: str, needs: frozenset[str], threshold: float | None = None) -> None:
         self.name = name
@@ -66,8 +83,7 @@ class StatsAccumulator:
                 f"{self.name}: input channel {channel} is NaN or infinite on the calibration tokens: check the "
                 "source's weights, then the calibration text"
             )
-        if "absmax" in self.needs:
-            self.sums["absmax"] = torch.maximum(self.sums["absmax"], peak) if self.tokens else peak
+        self.sums["absmax"] = torch.maximum(self.sums["absmax"], peak) if self.tokens else peak
         if "mean_abs" in self.needs:
             self._accumulate("mean_abs", magnitude.float().sum(0))
         if "outliers" in self.needs and self.threshold is not None:
@@ -75,7 +91,7 @@ class StatsAccumulator:
         if "hessian" in self.needs:
             if "hessian" not in self.sums:
                 self.sums["hessian"] = torch.zeros(x.shape[1], x.shape[1], device=x.device)
-            self.sums["hessian"].addmm_(x.T.float(), x.float())
+            _add_gram(self.sums["hessian"], x.float())
         self.tokens += x.shape[0]
 
     def _accumulate(self, name: str, value: Tensor) -> None:
@@ -88,9 +104,9 @@ class StatsAccumulator:
         hessian = self.sums.pop("hessian", None)
         return InputStats(
             tokens=self.tokens,
-            absmax=self.sums.get("absmax"),
+            absmax=self.sums["absmax"],
             mean_abs=self.sums["mean_abs"] / self.tokens if "mean_abs" in self.sums else None,
-            hessian=None if hessian is None else hessian.div_(self.tokens),
+            hessian=None if hessian is None else _mirror(hessian).div_(self.tokens),
             outlier_share=self.sums["outliers"] / self.tokens if "outliers" in self.sums else None,
             threshold=self.threshold,
         )

@@ -32,16 +32,21 @@ class Tokens:
 
 
 def calibration_tokens(
-    recipe: Recipe, source: Source, folder: Path, progress: Callable[[int, int], None] | None = None
+    recipe: Recipe,
+    source: Source,
+    work: Path,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Tokens:
-    """The tokens that `recipe.calibration` names. `folder` is where written text is kept for a resumed run.
+    """The tokens that `recipe.calibration` names.
 
-    Raises InputError for a text that is missing, unreadable, or too short for one sequence.
+    Text that the model writes itself is written on `device` and kept in folder `work`, for a resumed run; nothing else
+    creates that folder. Raises InputError for a text that is missing, unreadable, or too short for one sequence.
     """
     wanted = recipe.calibration
     notes: list[str] = []
     if wanted.source == SELF:
-        ids = _self_written(recipe, source, folder, progress)
+        ids = _self_written(recipe, source, work, device, progress)
     else:
         path = recipe.expand(wanted.source)
         tokenizer = load_tokenizer(source.folder)
@@ -62,12 +67,14 @@ def calibration_tokens(
     return Tokens(ids, sha256, description)
 
 
-def _self_written(recipe: Recipe, source: Source, folder: Path, progress: Callable[[int, int], None] | None) -> Tensor:
+def _self_written(
+    recipe: Recipe, source: Source, work: Path, device: torch.device, progress: Callable[[int, int], None] | None
+) -> Tensor:
     """Sequences that the uncompressed model samples from its start token at temperature 1."""
     from compress.runtime.generate import sample_sequences
     from compress.runtime.load import load_model
 
-    kept = folder / KEPT
+    kept = work / KEPT
     if kept.exists():
         return load_file(kept)["ids"]
     wanted = recipe.calibration
@@ -81,9 +88,9 @@ def _self_written(recipe: Recipe, source: Source, folder: Path, progress: Callab
             f"{source.folder / 'config.json'}: has neither bos_token_id nor eos_token_id with which the model could "
             "begin its own calibration text: name a text in calibration.source"
         )
-    model = load_model(source.folder, dtype=torch.float32)
+    model = load_model(source.folder, device)
     ids = sample_sequences(model, start, wanted.samples, wanted.seqlen, wanted.seed, progress=progress)
-    folder.mkdir(exist_ok=True)
+    work.mkdir(parents=True, exist_ok=True)
     unfinished = kept.with_suffix(".unfinished")
     save_file({"ids": ids.contiguous()}, unfinished)
     unfinished.rename(kept)

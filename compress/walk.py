@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from compress.activations import ActivationBuffer
-from compress.assignment import Assignment, LayerTask
-from compress.block import Block, Group, LayerReport, Needs, block_needs, quantize_groups, rounding_of
-from compress.calibrate import Calibration, collect, embed, propagate
+from compress.assignment import Assignment, Group, LayerTask, Needs, block_needs
+from compress.block import Block, LayerReport, quantize_groups, rounding_of
+from compress.calibrate import Calibration, arithmetic, collect, embed, propagate
 from compress.checkpoint.source import Source
 from compress.checkpoint.writer import Writer
 from compress.errors import InputError
@@ -62,7 +62,8 @@ class Walk:
             if name not in self.done:
                 self._write(name, *self._keep(name), tokens_sha256=tokens.sha256 if tokens else None)
                 release_memory(self.device)
-        calibration = self._embed(tokens.ids) if tokens else None
+        unfinished = len(self.done) < len(self.plan.sections)
+        calibration = self._embed(tokens.ids) if tokens and unfinished else None
         for index in range(len(self.skeleton.blocks)):
             self._step(index, calibration)
         if calibration is not None:
@@ -88,17 +89,14 @@ class Walk:
         self.observer.event("block", index=index, name=name, layers=layers, seconds=time.monotonic() - began)
 
     def _embed(self, ids: Tensor) -> Calibration:
-        """Hidden states in front of the first block. Only the embedding is in memory meanwhile."""
-        name, embedding = self.skeleton.embedding()
-        weight = self.source.read(f"{name}.weight")
-        if int(ids.max()) >= len(weight):
-            raise InputError(
-                f"calibration: token {int(ids.max())} is beyond the {len(weight)} rows of {name}.weight: the tokenizer "
-                f"in {self.source.folder} belongs to another model: put the right one there"
-            )
+        """Hidden states in front of the first block. Only what may lie in front of it is in memory meanwhile."""
+        weights = {name: self.source.read(name) for name in self.skeleton.front_parameters()}
+        table = f"{self.skeleton.embedding()[0]}.weight"
+        # Only the token table, by far the largest, stays in its stored dtype; what leaves it is float32.
+        weights = {name: weight if name == table else weight.float() for name, weight in weights.items()}
         buffer = ActivationBuffer(ACTIVATION_BUDGET, self.writer.work)
-        with materialized(embedding, {"weight": weight}):
-            return embed(self.skeleton, ids, max(1, TOKENS_PER_BATCH // ids.shape[1]), buffer)
+        with materialized(self.skeleton.model, weights, strict=False):
+            return embed(self.skeleton, ids, max(1, TOKENS_PER_BATCH // ids.shape[1]), buffer, arithmetic(self.device))
 
     def _compress_block(
         self, index: int, calibration: Calibration | None
@@ -106,14 +104,15 @@ class Walk:
         """The stored tensors of a block and a report per quantized layer."""
         name, linears = self.skeleton.blocks[index], self.skeleton.block_linears(index)
         prefix = name + "."
-        names = [tensor for tensor in self.source.tensors if tensor.startswith(prefix)]
-        weights = {tensor: self.source.read(tensor).to(self.device, torch.float32) for tensor in names}
+        names = [name for name in self.source.tensors if name.startswith(prefix) and name not in self.plan.dropped]
+        weights = {tensor: self._read(tensor).to(self.device, torch.float32) for tensor in names}
         stats = self._collect(index, weights, block_needs(linears, self.assignment, index), calibration)
         block = Block(weights, stats, self._dtypes(names))
         for task in self.assignment.transforms:
             for pair in task.pairs[index]:
                 behind = self.assignment.layers[pair.consumers[0]]
-                block.transform(task.stage, pair, rounding_of(behind, self.plan.scale_dtype))
+                kept = pair.producer not in self.assignment.layers
+                block.transform(task.stage, pair, rounding_of(behind, self.plan.scale_dtype), kept)
         block.renew(self._collect(index, weights, block.stale, calibration))
         return self._solve(block, linears)
 
@@ -134,8 +133,15 @@ class Walk:
         """A tensor outside the blocks: copied as it is, but for an output layer that a stage names."""
         layer = name.removesuffix(".weight")
         if layer not in self.assignment.layers:
-            return {name: self.source.read(name)}, []
-        return self._solve(Block({name: self.source.read(name).to(self.device, torch.float32)}, {}, {}), [layer])
+            return {name: self._read(name)}, []
+        return self._solve(Block({name: self._read(name).to(self.device, torch.float32)}, {}, {}), [layer])
+
+    def _read(self, name: str) -> Tensor:
+        """A tensor of the source. Raises InputError where it is not finite: nothing behind it would mean anything."""
+        tensor = self.source.read(name)
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise InputError(f"{self.source.tensors[name].file}: tensor {name!r} holds NaN or infinity: get it anew")
+        return tensor
 
     def _outside(self) -> list[tuple[str, dict[str, int]]]:
         """The sections that hold what lies outside the blocks."""

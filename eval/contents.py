@@ -10,10 +10,9 @@ from typing import Any
 from compress.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from compress.checkpoint.quantization_config import describe
 from compress.errors import InputError
-from compress.eval.size import ModuleSize, bits_per_weight, kv_bytes_per_token, measure_size
-from compress.eval.subject import read_manifest, schemes_of
+from compress.eval.size import ModuleSize, bits_per_weight, kv_bytes_of, measure_size, vocabulary_tables
+from compress.eval.subject import open_stored, read_manifest
 from compress.eval.tables import NOT_MEASURED, Table, in_block, layer_kind, number, storage
-from compress.runtime.config import Unsupported, read_config
 
 HASHED_AT_ONCE = 1 << 20
 Kind = tuple[str, str | None, int | None, str]  # name, scheme, group size, format
@@ -21,9 +20,9 @@ Kind = tuple[str, str | None, int | None, str]  # name, scheme, group size, form
 
 def contents(folder: Path) -> dict[str, Any]:
     """Plain values about the checkpoint in `folder`; no weight is read. Raises InputError for a broken folder."""
-    checkpoint = open_checkpoint(folder)
-    manifest = read_manifest(checkpoint)
-    size = measure_size(checkpoint, schemes_of(checkpoint))
+    stored = open_stored(folder)
+    checkpoint, manifest = stored.checkpoint, stored.manifest
+    size = measure_size(checkpoint, stored.schemes)
     return {
         "model": str(folder),
         "model_type": checkpoint.config["model_type"],
@@ -32,8 +31,8 @@ def contents(folder: Path) -> dict[str, Any]:
         "bytes": size.file_bytes,
         "bits_per_weight": size.bits_per_weight,
         "bits_per_weight_all": size.bits_per_weight_all,
-        "kv_bytes_per_token": _kv_bytes(checkpoint),
-        "tied_embeddings": not any(name.startswith("lm_head.") for name in checkpoint.tensors),
+        "kv_bytes_per_token": kv_bytes_of(checkpoint),
+        "tied_embeddings": bool(checkpoint.config.get("tie_word_embeddings")) or len(vocabulary_tables(size)) == 1,
         "recipe_sha256": manifest.recipe_sha256 if manifest else None,
         "source": manifest.source if manifest else None,
         "calibration": manifest.calibration if manifest else None,
@@ -42,14 +41,6 @@ def contents(folder: Path) -> dict[str, Any]:
         "note": checkpoint.config.get("lmpress_note"),
         "modules": [_module(module, checkpoint) for module in size.modules],
     }
-
-
-def _kv_bytes(checkpoint: Checkpoint) -> int | None:
-    """None for an architecture that only transformers can size."""
-    try:
-        return kv_bytes_per_token(checkpoint, read_config(checkpoint.config, checkpoint.folder / "config.json"))
-    except Unsupported:
-        return None
 
 
 def _module(module: ModuleSize, checkpoint: Checkpoint) -> dict[str, Any]:

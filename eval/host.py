@@ -5,15 +5,18 @@ from __future__ import annotations
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = ("lmpress", "torch", "transformers")
 
 
 def host(device: torch.device, bandwidth: float) -> dict[str, Any]:
     """The report's `host`; `bandwidth` in bytes per second."""
+    import torch
+
     return {
         "cpu": _processor(),
         "threads": torch.get_num_threads(),
@@ -24,10 +27,11 @@ def host(device: torch.device, bandwidth: float) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """The report's `versions`; None for a package that is not installed."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    return {"python": platform.python_version(), **{name: installed(name) for name in PACKAGES}}
 
 
-def _version(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """The version of an installed package; None if there is none."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -3,47 +3,55 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from compress.eval.report import LAYER
 from compress.eval.size import Size, bits_per_weight
-from compress.eval.subject import Subject
+from compress.eval.subject import Stored
+from compress.runtime.load import Model
 
-Misses = dict[str, tuple[int, int]]
+Misses = Mapping[str, tuple[int, int]]
 
 
-def layer_rows(subject: Subject, size: Size, misses_before: Misses | None) -> list[dict[str, Any]]:
+def layer_rows(stored: Stored, size: Size, kernels: Mapping[str, str], misses: Misses) -> list[dict[str, Any]]:
     """One row per compressed layer, in order. A checkpoint without a manifest gives what its config says.
 
-    misses_before: the model's outlier counters before it read the texts; None where it read none.
+    kernels: of the loaded model, by layer. misses: outlier activations (missed, seen) while it read the texts, by
+    layer. Both are empty where nothing ran.
     """
-    written = {} if subject.manifest is None else {row["name"]: row for row in subject.manifest.layers}
-    seconds = logged_seconds(subject.checkpoint.folder)
-    misses = {} if misses_before is None else subject.model.outlier_misses()
+    written = {} if stored.manifest is None else {row["name"]: row for row in stored.manifest.layers}
+    seconds = logged_seconds(stored.checkpoint.folder)
     rows = []
     for module in size.compressed:
-        scheme = subject.schemes[module.name]
+        scheme = stored.schemes[module.name]
         row: dict[str, Any] = {"name": module.name, "scheme": scheme.name, "format": scheme.format}
         row |= {key: value for key, value in written.get(module.name, {}).items() if key in LAYER}
         row |= {
-            "kernel": subject.model.kernels.get(module.name),
+            "kernel": kernels.get(module.name),
             "bits_per_weight": bits_per_weight((module,)),
             "seconds": seconds.get(module.name),
         }
         if module.name in misses:
-            before = (misses_before or {}).get(module.name, (0, 0))
-            over, seen = (now - then for now, then in zip(misses[module.name], before, strict=True))
+            over, seen = misses[module.name]
             row["outlier_misses"] = {"over": over, "seen": seen}
         rows.append(row)
     return rows
 
 
-def kernels_by_format(subject: Subject) -> dict[str, str]:
-    """Format -> names of the kernels that ran its layers."""
+def misses_since(before: Misses, model: Model) -> dict[str, tuple[int, int]]:
+    """What the outlier counters of `model` have counted since they stood at `before`."""
+    return {
+        name: (over - before[name][0], seen - before[name][1]) for name, (over, seen) in model.outlier_misses().items()
+    }
+
+
+def kernels_by_format(kernels: Mapping[str, str], stored: Stored) -> dict[str, str]:
+    """Format -> names of the `kernels` (by layer) that ran its layers."""
     found: dict[str, set[str]] = {}
-    for module, kernel in subject.model.kernels.items():
-        found.setdefault(subject.schemes[module].format, set()).add(kernel)
+    for module, kernel in kernels.items():
+        found.setdefault(stored.schemes[module].format, set()).add(kernel)
     return {name: ", ".join(sorted(kernels)) for name, kernels in found.items()}
 
 

@@ -14,10 +14,10 @@ from compress.errors import InputError
 from compress.eval import memory, report, speed
 from compress.eval.gates import check_gates, parse_gate
 from compress.eval.host import host, versions
-from compress.eval.layers import kernels_by_format, layer_rows
+from compress.eval.layers import kernels_by_format, layer_rows, misses_since
 from compress.eval.quality import Progress, measure_losses, quality_block
-from compress.eval.size import Size, bytes_read_per_token, kv_bytes_per_token, measure_size
-from compress.eval.subject import Subject, open_subject
+from compress.eval.size import Size, bytes_read_per_token, kv_bytes_of, kv_bytes_per_token, measure_size
+from compress.eval.subject import Stored, Subject, open_stored, open_subject
 from compress.eval.text import Windows, cut_windows
 
 PEAK = "of the whole process with the compressed model alone in it, before a baseline was loaded"
@@ -55,29 +55,28 @@ def evaluate(request: Request, progress: Progress = quiet) -> dict[str, Any]:
     )
     if baseline is not None and windows is not None:
         notes += compare_vocabularies(request, subject, baseline, windows)
-    size = measure_size(subject.checkpoint, subject.schemes)
+    size = measure_size(subject.stored.checkpoint, subject.stored.schemes)
     misses_before = subject.model.outlier_misses()
     quality: dict[str, Any] = {}
     if windows is not None:
         losses = measure_losses(subject.model, baseline.model if baseline else None, windows, progress)
         quality = quality_block(losses, windows)
-    layers = layer_rows(subject, size, misses_before if windows else None)
+    kernels = subject.model.kernels
+    misses = misses_since(misses_before, subject.model) if windows else {}
     bandwidth = speed.memory_bandwidth(subject.model.device)
     built = report.build(
         {
-            "model": str(request.checkpoint),
-            "baseline": str(request.baseline) if request.baseline else None,
-            "recipe_sha256": subject.manifest.recipe_sha256 if subject.manifest else None,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": versions(),
+            **_identity(request.checkpoint, request.baseline, subject.stored),
             "host": host(subject.model.device, bandwidth),
-            "size": _size_block(subject, baseline, size),
+            "size": _size_block(size, baseline.stored if baseline else None)
+            | {"kv_bytes_per_token": kv_bytes_per_token(subject.stored.checkpoint, subject.model.config)},
             "quality": quality,
-            "speed": _speed(request, (subject, baseline), size, bandwidth, windows),
+            "speed": [
+                row | {"kernel": kernels_by_format(kernels, subject.stored)}
+                for row in _speed(request, (subject, baseline), size, bandwidth, windows)
+            ],
             "memory": peaks,
-            "layers": layers,
-            "fallbacks": subject.manifest.fallbacks if subject.manifest else [],
-            "skipped": subject.manifest.skipped if subject.manifest else [],
+            "layers": layer_rows(subject.stored, size, kernels, misses),
             "notes": notes,
         }
     )
@@ -85,23 +84,74 @@ def evaluate(request: Request, progress: Progress = quiet) -> dict[str, Any]:
     return report.without_infinities(built)
 
 
+def report_on_files(folder: Path, baseline: Path) -> dict[str, Any]:
+    """The report of a checkpoint that nothing is measured on: what its files and those of `baseline` say.
+
+    No weight is read. Raises InputError for a folder that is broken.
+    """
+    stored, source = open_stored(folder), open_stored(baseline)
+    size = measure_size(stored.checkpoint, stored.schemes)
+    return report.build(
+        {
+            **_identity(folder, baseline, stored),
+            "size": _size_block(size, source) | {"kv_bytes_per_token": kv_bytes_of(stored.checkpoint)},
+            "layers": layer_rows(stored, size, {}, {}),
+            "notes": [
+                *origins({"model": _said(stored), "baseline": _said(source)}),
+                *calibration_notes(stored),
+                "quality, speed and memory: not measured",
+            ],
+        }
+    )
+
+
+def _identity(folder: Path, baseline: Path | None, stored: Stored) -> dict[str, Any]:
+    """The parts of a report that say what it is about."""
+    return {
+        "model": str(folder),
+        "baseline": str(baseline) if baseline else None,
+        "recipe_sha256": stored.manifest.recipe_sha256 if stored.manifest else None,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "fallbacks": stored.manifest.fallbacks if stored.manifest else [],
+        "skipped": stored.manifest.skipped if stored.manifest else [],
+    }
+
+
 def describe(subject: Subject, baseline: Subject | None, windows: Windows | None) -> list[str]:
-    """What a reader must know to judge the figures: origins of weights, calibration, engine, and what was left out."""
-    origins: dict[str, list[str]] = {}
-    for role, one in (("model", subject), ("baseline", baseline)):
-        if one is not None:
-            for note in (one.checkpoint.config.get("lmpress_note", ""), *one.model.notes):
-                origins.setdefault(str(note), []).append(role)
-    notes = [f"{' and '.join(roles)}: {note}" for note, roles in origins.items() if note]
-    calibration = subject.manifest.calibration if subject.manifest else None
-    if calibration:
-        told = ", ".join(f"{key} {value}" for key, value in calibration.items() if key not in ("notes", "sha256"))
-        notes += [f"calibration: {told}", *(f"calibration: {note}" for note in calibration.get("notes", ()))]
+    """What a reader must know to judge the figures: origins of weights, engine, calibration, and what was left out."""
+    pair = {"model": subject} if baseline is None else {"model": subject, "baseline": baseline}
+    notes = origins({role: [*_said(one.stored), *one.model.notes] for role, one in pair.items()})
+    notes += calibration_notes(subject.stored)
     if windows is None:
-        notes.append("quality: not measured, since no --text was given")
+        notes.append("quality: not measured, since no text was given")
     elif baseline is None:
-        notes.append("divergence: not measured, since no --baseline was given")
+        notes.append("divergence: not measured, since no baseline was given")
     return notes
+
+
+def origins(said: dict[str, list[str]]) -> list[str]:
+    """A note for each thing `said` about a role, one for both where it is said of both."""
+    roles: dict[str, list[str]] = {}
+    for role, notes in said.items():
+        for note in notes:
+            roles.setdefault(note, []).append(role)
+    return [f"{' and '.join(named)}: {note}" for note, named in roles.items()]
+
+
+def _said(stored: Stored) -> list[str]:
+    """What a checkpoint's config says about its weights."""
+    note = stored.checkpoint.config.get("lmpress_note")
+    return [str(note)] if note else []
+
+
+def calibration_notes(stored: Stored) -> list[str]:
+    """Which tokens a checkpoint was calibrated on, and what about them deserves a second look."""
+    calibration = stored.manifest.calibration if stored.manifest else None
+    if not calibration:
+        return []
+    told = ", ".join(f"{key} {value}" for key, value in calibration.items() if key not in ("notes", "sha256"))
+    return [f"calibration: {told}", *(f"calibration: {note}" for note in calibration.get("notes", ()))]
 
 
 def compare_vocabularies(request: Request, subject: Subject, baseline: Subject, windows: Windows) -> list[str]:
@@ -140,7 +190,7 @@ def write_files(folder: Path, texts: dict[str, str]) -> list[Path]:
             partial.write_text(text, encoding="utf-8")
             partial.replace(folder / name)
     except OSError as error:
-        raise InputError(f"--report {folder}: {error.strerror}: give a folder that can be written") from None
+        raise InputError(f"{folder}: cannot be written ({error.strerror}): give a folder that can be written") from None
     return [folder / name for name in texts]
 
 
@@ -171,15 +221,14 @@ def _speed(
     paces = speed.measure_pace([one.model for one in subjects if one], request.seconds)
     itemsize = subject.model.hidden(torch.zeros(1, 1, dtype=torch.int64)).element_size()
     characters = windows.characters / windows.predicted if windows else None
-    rows = speed.speed_rows(paces, bytes_read_per_token(size, itemsize), bandwidth, characters)
-    return [row | {"kernel": kernels_by_format(subject)} for row in rows]
+    return speed.speed_rows(paces, bytes_read_per_token(size, itemsize), bandwidth, characters)
 
 
-def _size_block(subject: Subject, baseline: Subject | None, size: Size) -> dict[str, Any]:
+def _size_block(size: Size, baseline: Stored | None) -> dict[str, Any]:
+    """The report's `size` but for the key-value cache."""
     return {
         "bytes": size.file_bytes,
         "bytes_baseline": measure_size(baseline.checkpoint, baseline.schemes).file_bytes if baseline else None,
         "bits_per_weight": size.bits_per_weight,
         "bits_per_weight_all": size.bits_per_weight_all,
-        "kv_bytes_per_token": kv_bytes_per_token(subject.checkpoint, subject.model.config),
     }

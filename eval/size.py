@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
+from compress import architecture
+from compress.architecture import CacheSizes
 from compress.checkpoint import Checkpoint, TensorInfo
+from compress.checkpoint.source import dominant_dtype
+from compress.eval.tables import layer_kind
 from compress.formats import pack_quantized
 from compress.formats.scheme import Scheme
-
-
-class Dimensions(Protocol):
-    """The sizes of a model that its cache follows from."""
-
-    @property
-    def layer_count(self) -> int: ...
-
-    @property
-    def kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
+from compress.runtime.config import Unsupported, read_config
 
 
 @dataclass(frozen=True)
@@ -83,16 +74,17 @@ def _module_size(name: str, infos: list[TensorInfo], scheme: Scheme | None) -> M
     return ModuleSize(name, scheme, weights, sum(info.nbytes for info in infos))
 
 
-def kv_bytes_per_token(checkpoint: Checkpoint, dimensions: Dimensions) -> int:
-    """Bytes of key-value cache per token: 2 x layers x kv heads x head size x bytes.
+def kv_bytes_per_token(checkpoint: Checkpoint, sizes: CacheSizes) -> int:
+    """Bytes of key-value cache per token, in the dtype that most of the checkpoint's floating-point data is in."""
+    return architecture.kv_bytes_per_token(sizes, dominant_dtype(checkpoint.tensors).itemsize)
 
-    Bytes are those of the dtype that most of the checkpoint's floating-point data is in.
-    """
-    totals: Counter[int] = Counter()
-    for info in checkpoint.tensors.values():
-        totals[info.dtype.itemsize] += info.nbytes if info.dtype.is_floating_point else 0
-    itemsize = totals.most_common(1)[0][0]
-    return 2 * dimensions.layer_count * dimensions.kv_heads * dimensions.head_dim * itemsize
+
+def kv_bytes_of(checkpoint: Checkpoint) -> int | None:
+    """`kv_bytes_per_token` from config.json alone; None for an architecture that only transformers can size."""
+    try:
+        return kv_bytes_per_token(checkpoint, read_config(checkpoint.config, checkpoint.folder / "config.json"))
+    except Unsupported:
+        return None
 
 
 def bytes_read_per_token(size: Size, itemsize: int) -> int:
@@ -101,7 +93,18 @@ def bytes_read_per_token(size: Size, itemsize: int) -> int:
     `itemsize` is the run dtype's. Where there is an output head of its own, the input embedding gives one row only, and
     is left out.
     """
-    has_head = any(module.name.startswith("lm_head") for module in size.modules)
-    idle = {module.name for module in size.modules if has_head and "embed_tokens" in module.name}
-    read = [module for module in size.modules if module.name not in idle]
+    tables = vocabulary_tables(size)
+    idle = next((table for table in tables if table.scheme is None), None) if len(tables) > 1 else None
+    read = [module for module in size.modules if module is not idle]
     return sum(module.nbytes if module.scheme else module.weights * itemsize for module in read)
+
+
+def vocabulary_tables(size: Size) -> list[ModuleSize]:
+    """The input embedding and, where one is stored, the output layer, whatever they are called.
+
+    They are the largest of what lies outside the blocks, and have one shape. Where only one of the two is compressed,
+    it is the output layer: embeddings never are.
+    """
+    outside = [module for module in size.modules if layer_kind(module.name)[1] == module.name]
+    most = max((module.weights for module in outside), default=0)
+    return [module for module in outside if module.weights == most]

@@ -1,4 +1,4 @@
-"""What an evaluation looks at: a checkpoint folder, the model that runs it, its tokenizer and its manifest."""
+"""What an evaluation looks at: a checkpoint's files with their manifest, and the model and tokenizer made of them."""
 
 from __future__ import annotations
 
@@ -8,28 +8,43 @@ from typing import Any
 
 from compress.checkpoint import Checkpoint, manifest, open_checkpoint
 from compress.checkpoint.manifest import Manifest
-from compress.checkpoint.quantization_config import parse
+from compress.checkpoint.quantization_config import stored_schemes
 from compress.checkpoint.tokenizer import load_tokenizer
 from compress.formats.scheme import Scheme
 from compress.runtime.load import Model, load_model
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A checkpoint that is ready to be measured. schemes: of its compressed linear layers, by module name."""
+class Stored:
+    """What a checkpoint's files tell before a weight is read. schemes: of its compressed linear layers, by module name.
+
+    manifest: None for a checkpoint that lmpress did not write.
+    """
 
     checkpoint: Checkpoint
-    model: Model
-    tokenizer: Any
     schemes: dict[str, Scheme]
     manifest: Manifest | None
 
 
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint that is ready to be measured."""
+
+    stored: Stored
+    model: Model
+    tokenizer: Any
+
+
+def open_stored(folder: Path) -> Stored:
+    """Read the headers in `folder`. Raises InputError for a folder that is broken or whose manifest does not fit."""
+    checkpoint = open_checkpoint(folder)
+    return Stored(checkpoint, stored_schemes(checkpoint), read_manifest(checkpoint))
+
+
 def open_subject(folder: Path, device: str) -> Subject:
     """Load the checkpoint in `folder` onto `device`. Raises InputError for a folder that is broken or cannot be run."""
-    checkpoint = open_checkpoint(folder)
-    schemes, told = schemes_of(checkpoint), read_manifest(checkpoint)
-    return Subject(checkpoint, load_model(folder, device), load_tokenizer(folder), schemes, told)
+    stored = open_stored(folder)
+    return Subject(stored, load_model(stored.checkpoint, device), load_tokenizer(folder))
 
 
 def read_manifest(checkpoint: Checkpoint) -> Manifest | None:
@@ -39,9 +54,3 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest | None:
     told = manifest.read(checkpoint.folder)
     manifest.check(told, checkpoint)
     return told
-
-
-def schemes_of(checkpoint: Checkpoint) -> dict[str, Scheme]:
-    """Module -> scheme of the compressed linear layers: in every format, those that store a scale."""
-    scales = (name for name in checkpoint.tensors if name.endswith(".weight_scale"))
-    return parse(checkpoint.config, [name.removesuffix(".weight_scale") for name in scales])

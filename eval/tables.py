@@ -71,8 +71,8 @@ def report_tables(report: Mapping[str, Any]) -> list[Table]:
         speed_table(report),
         kind_table(report["layers"]),
         miss_table(report["layers"]),
-        Table("Fallbacks", ("layer", "reason"), _named(report["fallbacks"])),
-        Table("Left alone", ("layer", "reason"), _named(report["skipped"])),
+        Table("Fallbacks", ("layer", "reason"), by_reason(report["fallbacks"])),
+        Table("Left alone", ("layer", "reason"), by_reason(report["skipped"])),
     ]
     return [table for table in tables if table.rows]
 
@@ -242,8 +242,8 @@ def _distinct(rows: Sequence[Mapping[str, Any]], key: str) -> str:
     return ", ".join(dict.fromkeys(str(row[key]) for row in rows if row[key])) or NOT_MEASURED
 
 
-def _named(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:
-    """Rows of (layers, reason): names that share a reason stand together by kind."""
+def by_reason(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:
+    """Rows of (layers, reason): names of one kind that share a reason stand together."""
     reasons: dict[tuple[str, str], int] = {}
     for row in rows:
         key = (layer_kind(row["name"])[1], row["reason"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import USAGE, InputError
-from compress.texts import read_documents, start_tokens
+from compress.texts import pieces, read_documents, start_tokens
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,17 @@ def cut_windows(files: Sequence[Path], tokenizer: Any, context: int, limit: int 
         raise InputError(f"--context: {context} predicts nothing: give 2 or more", USAGE)
     prefix = start_tokens(tokenizer)
     stride = context - len(prefix)
+    most = None if limit is None else max(1, limit // context // len(files))
     rows: list[list[int]] = []
     nbytes = characters = 0
     for file in files:
         text = read_text(file)
-        tokens, ends = encode(tokenizer, text)
+        tokens, ends = encode(tokenizer, text, most and most * stride)
         count = len(tokens) // stride
         if not count:
             found = f"{len(tokens)} tokens do not fill one window of {context}"
-            raise InputError(f"--text {file}: {found}: lower --context or give more text")
-        if limit is not None:
-            count = min(count, max(1, limit // context // len(files)))
-        for start in range(0, count * stride, stride):
+            raise InputError(f"{file}: {found}: lower the context or give more text")
+        for start in range(0, min(count, most or count) * stride, stride):
             rows.append(prefix + tokens[start : start + stride])
             given = start if prefix else start + 1
             covered = text[ends[given - 1] if given else 0 : ends[start + stride - 1]]
@@ -62,11 +61,26 @@ def cut_windows(files: Sequence[Path], tokenizer: Any, context: int, limit: int 
     return Windows(", ".join(file.name for file in files), torch.tensor(rows), nbytes, characters)
 
 
-def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+def encode(tokenizer: Any, text: str, enough: int | None = None) -> tuple[list[int], list[int]]:
     """Token ids of `text` without special tokens, and the character position where each token ends.
 
-    A tokenizer that cannot tell positions gets evenly spread ones, right on average over a file.
+    Of a long text, no more is encoded than gives `enough` tokens.
     """
+    ids: list[int] = []
+    ends: list[int] = []
+    start = 0
+    for piece in pieces(text):
+        if enough is not None and len(ids) >= enough:
+            break
+        found, stops = _encode_piece(tokenizer, piece)
+        ids += found
+        ends += [start + stop for stop in stops]
+        start += len(piece)
+    return ids, ends
+
+
+def _encode_piece(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+    """A tokenizer that cannot tell positions gets evenly spread ones, right on average over a text."""
     if not tokenizer.is_fast:
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids, [(index + 1) * len(text) // len(ids) for index in range(len(ids))]
@@ -77,5 +91,5 @@ def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
 def read_text(file: Path) -> str:
     """The documents in `file` (.txt, .jsonl or .parquet) as one text. Raises InputError where there is none."""
     if not file.is_file():
-        raise InputError(f"--text {file}: no such file: name a held-out text")
+        raise InputError(f"{file}: no such file: name a held-out text")
     return "\n\n".join(read_documents(file))

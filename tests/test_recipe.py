@@ -40,6 +40,13 @@ def test_defaults_are_the_fields() -> None:
     assert stage.where == "r.yaml: stages.0"
 
 
+def test_what_a_method_needs_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = parse(document(), "r.yaml").stages[0]
+    assert stage.needs == {"hessian"}
+    monkeypatch.setattr(methods, "find", lambda kind, name: pytest.fail("looked up again"))
+    assert stage.needs == {"hessian"}
+
+
 def test_settings_scheme_and_scope_are_parted() -> None:
     data = document(group_size=64, damping=0.05)
     data["stages"][0] |= {"targets": ["*.mlp.*"], "ignore": ["re:.*down.*"]}

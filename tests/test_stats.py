@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from compress.errors import InputError
-from compress.stats import STATISTICS, StatsAccumulator
+from compress.stats import STRIP, StatsAccumulator
 
 BATCHES = [torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(seed)) * 4 for seed in range(3)]
+
+
+STATISTICS = frozenset({"mean_abs", "hessian", "outliers"})
 
 
 def collected(needs: frozenset[str] = STATISTICS) -> StatsAccumulator:
@@ -32,9 +35,21 @@ def test_equals_a_loop_over_tokens() -> None:
     assert result.outlier_share.tolist() == pytest.approx((tokens.abs() >= 6).double().mean(0).tolist())
 
 
+@pytest.mark.parametrize("width", [STRIP - 1, STRIP, 2 * STRIP + 5])
+def test_strips_make_the_whole_symmetric_hessian(width: int) -> None:
+    accumulator = StatsAccumulator("wide", frozenset({"hessian"}))
+    x = torch.randn(40, width, generator=torch.Generator().manual_seed(9))
+    accumulator.add(x[:25])
+    accumulator.add(x[25:])
+    hessian = accumulator.result().hessian
+    assert hessian is not None and torch.allclose(hessian, hessian.T, atol=1e-6)
+    assert torch.allclose(hessian, x.T @ x / 40, atol=1e-5)
+
+
 def test_only_what_is_needed_is_kept() -> None:
-    result = collected(frozenset({"absmax"})).result()
+    result = collected(frozenset()).result()
     assert result.hessian is None and result.mean_abs is None and result.outlier_share is None
+    assert result.absmax is not None, "which tells dead channels, and costs nothing"
 
 
 def test_scaled_equals_statistics_of_scaled_inputs() -> None:

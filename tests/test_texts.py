@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from compress import texts
 from compress.errors import InputError
 from compress.texts import READ_AHEAD, Packed, encode_and_pack, fingerprint, read_documents
 from tests.tiny import byte_tokenizer
@@ -44,6 +46,11 @@ STARTING = Bytes(prefix=(BOS,))  # as the tokenizers of Llama and Gemma do
 BARE = Bytes(None, None)
 
 
+def read(source: Path | str, tokenizer: Any | None = None) -> list[str]:
+    """Every document there is."""
+    return list(read_documents(source, tokenizer))
+
+
 def write_parquet(file: Path, columns: dict[str, list[Any]]) -> Path:
     from pyarrow import table
     from pyarrow.parquet import write_table
@@ -59,7 +66,7 @@ def write(file: Path, content: str | bytes) -> Path:
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     file = write(tmp_path / "a.txt", "\ufeffOne.\n\nTwo.\r\n")
-    assert read_documents(file) == ["One.\n\nTwo.\r\n"]
+    assert read(file) == ["One.\n\nTwo.\r\n"]
 
 
 def test_lines_and_rows_are_documents(tmp_path: Path) -> None:
@@ -69,9 +76,9 @@ def test_lines_and_rows_are_documents(tmp_path: Path) -> None:
         json.dumps({"text": "  "}),
         json.dumps({"text": "Two."}),
     ]
-    assert read_documents(write(tmp_path / "a.jsonl", "\n".join(lines))) == ["One.\u2028 Still one.", "Two."]
+    assert read(write(tmp_path / "a.jsonl", "\n".join(lines))) == ["One.\u2028 Still one.", "Two."]
     file = write_parquet(tmp_path / "a.parquet", {"text": ["One.", "Two."], "url": ["x", "y"]})
-    assert read_documents(str(file)) == ["One.", "Two."]
+    assert read(str(file)) == ["One.", "Two."]
 
 
 def test_a_folder_is_read_in_order_of_names(tmp_path: Path) -> None:
@@ -80,42 +87,87 @@ def test_a_folder_is_read_in_order_of_names(tmp_path: Path) -> None:
     write(tmp_path / "b" / "z.jsonl", '{"text": "Two."}')
     write(tmp_path / "a.txt", "One.")
     write(tmp_path / "notes.md", "No.")
-    assert read_documents(tmp_path) == ["One.", "Two.", "Three."]
+    assert read(tmp_path) == ["One.", "Two.", "Three."]
 
 
 def test_chat_goes_through_the_template(tmp_path: Path, tokenizer: Any) -> None:
     lines = [json.dumps({"messages": MESSAGES}), json.dumps({"text": "Hi."})]
     file = write(tmp_path / "a.jsonl", "\n".join(lines))
-    assert read_documents(file, tokenizer) == [RENDERED, "<bos>user: Hi.<eos>"]
+    assert read(file, tokenizer) == [RENDERED, "<bos>user: Hi.<eos>"]
     file = write_parquet(tmp_path / "a.parquet", {"messages": [MESSAGES]})
-    assert read_documents(file, tokenizer) == [RENDERED]
-    assert read_documents(write(tmp_path / "a.txt", "Ho."), tokenizer) == ["<bos>user: Ho.<eos>"]
+    assert read(file, tokenizer) == [RENDERED]
+    assert read(write(tmp_path / "a.txt", "Ho."), tokenizer) == ["<bos>user: Ho.<eos>"]
 
 
-def test_datasets_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+class Broken(Exception):
+    """Stands for what datasets raises by itself."""
+
+
+def install_datasets(monkeypatch: pytest.MonkeyPatch, load_dataset: Any, offline: bool = False) -> None:
+    """Put a stand-in for package datasets, with this `load_dataset`, in its place."""
+    package, exceptions = ModuleType("datasets"), ModuleType("datasets.exceptions")
+    package.load_dataset = load_dataset  # type: ignore[attr-defined]
+    package.config = SimpleNamespace(HF_HUB_OFFLINE=offline)  # type: ignore[attr-defined]
+    exceptions.DatasetsError = Broken  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    monkeypatch.setitem(sys.modules, "datasets.exceptions", exceptions)
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_datasets_by_name(offline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def load_dataset(*arguments: str, split: str) -> list[dict[str, str]]:
-        calls.append((*arguments, split))
+    def load_dataset(*arguments: str, split: str, streaming: bool) -> list[dict[str, str]]:
+        calls.append((*arguments, split, streaming))
         return [{"text": "One."}, {"text": "Two."}]
 
-    module = ModuleType("datasets")
-    module.load_dataset = load_dataset  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", module)
+    install_datasets(monkeypatch, load_dataset, offline)
     for name in ("owner/set", "owner/set:test[:9]", "owner/set:small:test"):
-        assert read_documents(name) == ["One.", "Two."]
-    assert calls == [("owner/set", "train"), ("owner/set", "test[:9]"), ("owner/set", "small", "test")]
+        assert read(name) == ["One.", "Two."]
+    online = not offline  # what lies in the cache is not streamed, and neither are slices
+    assert calls == [
+        ("owner/set", "train", online),
+        ("owner/set", "test[:9]", False),
+        ("owner/set", "small", "test", online),
+    ]
 
 
-def test_a_dataset_that_does_not_load_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(*_: str, split: str) -> None:
-        raise ConnectionError("Couldn't reach 'owner/set'\non the Hub")
+def test_no_more_of_a_dataset_is_read_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(*_: str, **__: Any) -> Iterator[dict[str, str]]:
+        while True:
+            yield {"text": "x" * 99}
 
-    module = ModuleType("datasets")
-    module.load_dataset = load_dataset  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", module)
+    install_datasets(monkeypatch, endless)
+    packed = encode_and_pack(read_documents("owner/set"), PLAIN, 2, 50, 0, "owner/set")
+    assert packed.ids.shape == (2, 50)
+    assert packed.notes == (f"owner/set: reading ended behind document {READ_AHEAD + 1}, which is enough",)
+
+
+@pytest.mark.parametrize("error", [Broken, ConnectionError, FileNotFoundError], ids=["own", "network", "file"])
+@pytest.mark.parametrize("rows", [0, 1], ids=["at once", "later"])
+def test_a_dataset_that_does_not_load_is_one_line(
+    rows: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_dataset(*_: str, **__: Any) -> Iterator[dict[str, str]]:
+        if not rows:
+            raise error("Couldn't reach 'owner/set'\non the Hub")
+        return broken_rows()
+
+    def broken_rows() -> Iterator[dict[str, str]]:
+        yield {"text": "One."}
+        raise error("Couldn't reach 'owner/set'\non the Hub")
+
+    install_datasets(monkeypatch, load_dataset)
     with pytest.raises(InputError, match="^owner/set: neither a path nor a dataset .* on the Hub: name a local text$"):
-        read_documents("owner/set")
+        read("owner/set")
+
+
+def test_lines_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "One."}\n{"text": "caf\xe9"}\n')
+    documents = read_documents(file)
+    assert next(documents) == "One."
+    with pytest.raises(InputError, match="byte 33 is not UTF-8"):
+        next(documents)
 
 
 BAD: dict[str, tuple[str, str | bytes, str]] = {
@@ -139,7 +191,7 @@ BAD: dict[str, tuple[str, str | bytes, str]] = {
 def test_bad_files_are_one_line(name: str, content: str | bytes, message: str, tmp_path: Path) -> None:
     file = write(tmp_path / name, content)
     with pytest.raises(InputError) as raised:
-        read_documents(file)
+        read(file)
     assert message in str(raised.value)
     assert str(raised.value).startswith(str(file)) and "\n" not in str(raised.value)
 
@@ -151,17 +203,17 @@ def test_bad_places_are_one_line(tmp_path: Path) -> None:
         str(tmp_path): "holds no .txt, .jsonl, .parquet file",
     }.items():
         with pytest.raises(InputError, match=message):
-            read_documents(source)
+            read(source)
     with pytest.raises(InputError, match=r"has no column 'text' or 'messages' \(columns: body\)"):
-        read_documents(write_parquet(tmp_path / "a.parquet", {"body": ["One."]}))
+        read(write_parquet(tmp_path / "a.parquet", {"body": ["One."]}))
 
 
 def test_bad_chats_are_one_line(tmp_path: Path, tokenizer: Any) -> None:
     file = write(tmp_path / "a.jsonl", '{"messages": [3]}')
     with pytest.raises(InputError, match="line 1: field 'messages' does not fit the chat template"):
-        read_documents(file, tokenizer)
+        read(file, tokenizer)
     with pytest.raises(InputError, match="has no chat template: set calibration.chat to false"):
-        read_documents(file, BARE)
+        read(file, BARE)
 
 
 def slow_pack(documents: list[str], prefix: list[int], seqlen: int) -> list[list[int]]:
@@ -218,9 +270,21 @@ def test_no_window_is_an_error() -> None:
 def test_reading_stops_when_there_is_enough() -> None:
     documents = ["x" * 99] * 100  # 100 tokens each with the end of the one before
     first = encode_and_pack(documents, PLAIN, 2, 50, None, "web.txt")
-    assert first.notes == ("web.txt: the first 2 of 100 documents were read, which is enough",)
+    assert first.notes == ("web.txt: reading ended behind document 2, which is enough",)
     seeded = encode_and_pack(documents, PLAIN, 2, 50, 0, "web.txt")
-    assert seeded.notes == (f"web.txt: the first {READ_AHEAD + 1} of 100 documents were read, which is enough",)
+    assert seeded.notes == (f"web.txt: reading ended behind document {READ_AHEAD + 1}, which is enough",)
+    assert encode_and_pack(documents[:2], PLAIN, 2, 50, None, "web.txt").notes == ()
+
+
+def test_no_more_of_a_long_document_is_encoded_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "PIECE", 100)
+    document = "some words and\n" * 1000
+    whole = encode_and_pack([document], PLAIN, 937, 16, None, "a.txt")
+    assert whole.ids.flatten().tolist() == list(document.encode())[: 937 * 16] and whole.notes == ()
+    packed = encode_and_pack([document], PLAIN, 9, 16, None, "a.txt")
+    assert torch.equal(packed.ids, whole.ids[:9])
+    assert packed.notes == ("a.txt: reading ended behind character 190 of 15,000 in document 1, which is enough",)
+    assert encode_and_pack(["x" * 250], PLAIN, 1, 250, None).ids.shape == (1, 250)  # there is no space to cut at
 
 
 def test_the_fingerprint_is_that_of_the_ids() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from compress.checkpoint.reader import Checkpoint
 from compress.errors import InputError
 from compress.formats import FORMATS
 from compress.formats.scheme import SCHEMES, Scheme
@@ -102,6 +103,12 @@ def parse(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme
         if not target.startswith("re:") and not any(_matches(module, target) for module in modules):
             raise InputError(f"{PLACE}: target {target!r} is no linear layer of this model: it cannot be run here")
     return found
+
+
+def stored_schemes(checkpoint: Checkpoint) -> dict[str, Scheme]:
+    """The scheme of each compressed linear layer of a checkpoint: in every format, those that store a scale."""
+    suffix = ".weight_scale"
+    return parse(checkpoint.config, [name.removesuffix(suffix) for name in checkpoint.tensors if name.endswith(suffix)])
 
 
 def describe(config: Mapping[str, Any]) -> str:

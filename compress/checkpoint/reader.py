@@ -42,6 +42,11 @@ class Checkpoint:
         return read_tensor(self._info(name), start, stop)
 
     @property
+    def stored(self) -> dict[str, TensorInfo]:
+        """The tensors as they lie on the disk: here, all of them."""
+        return self.tensors
+
+    @property
     def quantization(self) -> dict[str, Any] | None:
         """The quantization_config of config.json, None for an unquantized model."""
         return self.config.get("quantization_config")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compress.checkpoint.header import TensorInfo
 from compress.checkpoint.reader import Checkpoint
+from compress.errors import InputError
 from compress.formats import format_named
 from compress.formats.grid import dequantize
 from compress.formats.scheme import Scheme
@@ -28,7 +29,14 @@ class Source(Protocol):
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
+    @property
+    def stored(self) -> Mapping[str, TensorInfo]:
+        """The tensors as they lie on the disk."""
+        ...
+
     def read(self, name: str) -> Tensor: ...
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -48,14 +56,27 @@ class Dequantized:
     def config(self) -> dict[str, Any]:
         return {key: value for key, value in self.checkpoint.config.items() if key != "quantization_config"}
 
+    @property
+    def stored(self) -> Mapping[str, TensorInfo]:
+        return self.checkpoint.tensors
+
     def read(self, name: str) -> Tensor:
         """The float tensor `name`, dequantized where it is stored packed."""
         module = name.removesuffix(".weight")
-        if module not in self.schemes or not name.endswith(".weight"):
+        if not self._is_packed(name):
             return self.checkpoint.read(name)
         scheme = self.schemes[module]
         parts = {suffix: self.checkpoint.read(f"{module}.{suffix}") for suffix in _parts(self.checkpoint, module)}
         return dequantize(format_named(scheme.format).unpack(parts, scheme.grid)).to(self.dtype)
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` (exclusive) of the float tensor `name`; a packed one is dequantized as a whole."""
+        if self._is_packed(name):
+            return self.read(name)[start:stop]
+        return self.checkpoint.read_rows(name, start, stop)
+
+    def _is_packed(self, name: str) -> bool:
+        return name.endswith(".weight") and name.removesuffix(".weight") in self.schemes
 
 
 def dequantized(checkpoint: Checkpoint, schemes: dict[str, Scheme], dtype: torch.dtype) -> Dequantized:
@@ -68,6 +89,18 @@ def dequantized(checkpoint: Checkpoint, schemes: dict[str, Scheme], dtype: torch
         name = f"{module}.weight"
         tensors[name] = TensorInfo(name, first.file, dtype, (rows, columns), 0, rows * columns * dtype.itemsize)
     return Dequantized(checkpoint, schemes, dtype, tensors)
+
+
+def dominant_dtype(tensors: Mapping[str, TensorInfo]) -> torch.dtype:
+    """The floating-point dtype that holds most bytes. Raises InputError where no tensor is floating-point."""
+    totals: dict[torch.dtype, int] = {}
+    for info in tensors.values():
+        if info.dtype.is_floating_point:
+            totals[info.dtype] = totals.get(info.dtype, 0) + info.nbytes
+    if not totals:
+        file = next(iter(tensors.values())).file
+        raise InputError(f"{file}: holds no floating-point tensor: give the folder of a language model")
+    return max(totals, key=lambda dtype: totals[dtype])
 
 
 def _parts(checkpoint: Checkpoint, module: str) -> list[str]:

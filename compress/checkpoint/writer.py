@@ -55,7 +55,8 @@ class Writer:
     """Writes the planned `sections`, in their order, to shards of at most `shard_bytes` of data, then publishes them.
 
     fingerprint: of everything that decides the result; work that lies there with another one is refused, or with
-    `restart` discarded. complete: the output already holds this very result, and there is nothing to write.
+    `restart` discarded. room: bytes that the disk must have to spare, the plan's upper bounds unless given. complete:
+    the output already holds this very result, and there is nothing to write.
     Raises InputError for an output folder that is not ours to write, or a disk without room for the plan.
     """
 
@@ -66,6 +67,7 @@ class Writer:
         fingerprint: str,
         shard_bytes: int = 4 << 30,
         restart: bool = False,
+        room: int | None = None,
     ) -> None:
         self.output = Path(os.path.realpath(output))
         self.partial = partial_folder(self.output)
@@ -74,6 +76,7 @@ class Writer:
         self._entries: list[Entry] = []
         self._fingerprint = hashlib.sha256(fingerprint.encode()).hexdigest()
         self._restart = restart
+        self._room = sum(shard.nbytes for shard in self._shards) if room is None else room
         self.complete = is_finished(self.output, self._fingerprint, restart)
         with explained(self.partial):
             if self.complete:
@@ -177,7 +180,7 @@ class Writer:
         if not lines or self._restart:
             self._journal.keep(0)
             clear(self.partial)
-            check_space(self.partial, sum(shard.nbytes for shard in self._shards))
+            check_space(self.partial, self._room)
             self._journal.append(header)
             sync_folder(self.partial)
             sync_folder(self.partial.parent)
@@ -189,7 +192,8 @@ class Writer:
                 break
             self._entries.append(entry)
         self._journal.keep(1 + len(self._entries))
-        check_space(self.partial, sum(section.nbytes for section, _ in self._plan[len(self._entries) :]))
+        written = sum(info.nbytes for info in self.tensors.values())
+        check_space(self.partial, max(0, self._room - written))
 
     def _entry(self, section: str) -> Entry:
         return self._entries[self.done.index(section)]

@@ -17,6 +17,7 @@ from compress.errors import InputError
 
 # In the order of the help page. Each is the function of the same name in compress/cli/<name>.py, dashes as underscores.
 VERBS = ("run", "quantize", "plan", "inspect", "compare", "eval", "generate", "list", "recipe", "demo-model", "doctor")
+RESUMABLE = ("run", "quantize")
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
@@ -54,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except SystemExit as leaving:
         if leaving.code == INTERRUPTED:
-            _complain("interrupted: resume by the same command")
+            verb = next((argument for argument in given if not argument.startswith("-")), "")
+            _complain("interrupted: resume by the same command" if verb in RESUMABLE else "interrupted")
         raise
     finally:
         # Reached by a bug's exception too, on its way to the interpreter, which then asks this hook to show it.
@@ -76,8 +78,9 @@ def _root(
     """What holds for every verb: messages go to stderr, and other libraries' bars only to a terminal."""
     logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.WARNING, force=True)
     logging.getLogger("compress").setLevel(logging.INFO)
-    # Read when torch is first imported: idle threads sleep. On a busy machine spinning ones slow everything down.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Read by GNU OpenMP when torch is first imported: how long an idle thread spins before it sleeps. Its default of
+    # 300,000 rounds makes every operation wait for a core that another program has taken.
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     if not sys.stderr.isatty():
         # The one switch that transformers, datasets and huggingface_hub all read, before any of them is imported.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

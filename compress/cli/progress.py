@@ -43,8 +43,8 @@ class RunProgress:
 
 
 def resumed(done: int) -> str:
-    """`done` sections were finished by an earlier run; the first of them is what lies outside the blocks."""
-    return f", resumed behind block {done - 2}" if done > 1 else ""
+    """What to add where an earlier run has finished the first `done` blocks; they count from 0."""
+    return f", resumed behind block {done - 1}" if done else ""
 
 
 def block_line(fields: dict[str, Any], peak: int) -> str:

@@ -13,7 +13,9 @@ def quantize(
     model: Annotated[str, typer.Option("--model", help="Model folder.")],
     output: Annotated[str, typer.Option("--output", help="Folder to write.")],
     scheme: Annotated[str, typer.Option(help="A name from `lmpress list schemes`.")] = "W4A16",
-    method: Annotated[str, typer.Option(help="A quantizer from `lmpress list methods`.")] = "gptq",
+    method: Annotated[
+        str | None, typer.Option(help="From `lmpress list methods`; default: gptq, and llm_int8 for LLM_INT8.")
+    ] = None,
     group_size: Annotated[str | None, typer.Option(help="Columns per scale, or `channel`.")] = None,
     target: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Only these layers.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Not these layers.")] = None,
@@ -34,7 +36,7 @@ def quantize(
     """Quantize a model without a recipe file. Prints the recipe that it runs."""
     from compress.recipe import parse, to_yaml
 
-    body: dict[str, Any] = {"method": method, "scheme": scheme}
+    body: dict[str, Any] = {"method": method or ("llm_int8" if scheme == "LLM_INT8" else "gptq"), "scheme": scheme}
     if group_size is not None:
         body["group_size"] = int(group_size) if group_size.isdecimal() else group_size
     stage: dict[str, Any] = {"quantize": body} | _given(targets=target, ignore=ignore)

@@ -21,6 +21,8 @@ def refuses(shape: tuple[int, int], grid: Grid) -> str | None:
     rows, columns = shape
     if grid.bits not in (4, 8):
         return f"{NAME} stores 4 or 8 bits, not {grid.bits}"
+    if grid.group_size is not None and columns % grid.group_size:
+        return f"{columns} input columns are not a multiple of group size {grid.group_size}"
     per_word = WORD // grid.bits
     if columns % per_word:
         return f"{columns} input columns do not fill int32 words of {per_word} values"

@@ -112,7 +112,7 @@ def round_activations(x: Tensor, scheme: Scheme, outlier_columns: Tensor | None 
     """
     if scheme.activation_bits is None:
         return x
-    columns = None if outlier_columns is None else outlier_columns.long()
+    columns = None if outlier_columns is None else outlier_columns.to(x.device).long()
     integers, step = quantize_tokens(_without(x, columns), LEVELS[scheme.format])
     rounded = (integers * step).to(x.dtype)
     if columns is not None:

@@ -12,11 +12,9 @@ class Solved:
     """A quantized weight and what the algorithm has to say about it.
 
     damping: the share of the mean Hessian diagonal that was added to it, where a Hessian was inverted. fallback: why
-    something else than the method asked for was done, None when it was not. dead_columns: input channels that were zero
-    in every token seen.
+    something else than the method asked for was done, None when it was not.
     """
 
     quantized: Quantized
     damping: float | None = None
     fallback: str | None = None
-    dead_columns: int = 0

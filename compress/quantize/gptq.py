@@ -37,17 +37,27 @@ def quantize(weight: Tensor, stats: InputStats | None, grid: Grid, config: Confi
     """
     if stats is None or stats.hessian is None:
         raise ValueError("gptq needs the Hessian of its inputs")
-    scale, zero = choose_scales(weight, grid, config.search, scale_dtype)
     hessian = stats.hessian
     order = hessian.diagonal().argsort(descending=True, stable=True) if config.activation_order else None
     factor = factorize(hessian, config.damping, order)
     if factor is None:
+        scale, zero = choose_scales(weight, grid, config.search, scale_dtype)
         q = round_to_grid(weight, scale, zero, grid)
         return Solved(
             Quantized(q, scale, zero), fallback="Hessian not positive definite at full damping: rounded to nearest"
         )
+    scale, zero = choose_scales(weight, grid, config.search, scale_dtype, _column_costs(factor.upper, order))
     q = _solve(weight, factor.upper, order, (scale, zero), grid, config.block_size)
     return Solved(Quantized(q, scale, zero), damping=factor.damping)
+
+
+def _column_costs(upper: Tensor, order: Tensor | None) -> Tensor:
+    """What an error of each column costs [K] once the columns visited later have made up for it: U[j, j]^-2.
+
+    Scales that are best under these costs are best for the solver: they clip where later columns can pay for it.
+    """
+    costs = upper.diagonal().square().reciprocal()
+    return costs if order is None else torch.empty_like(costs).index_copy_(0, order, costs)
 
 
 def _solve(

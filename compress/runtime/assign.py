@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from compress.checkpoint import Checkpoint
+from compress.checkpoint.agreement import MEND, refuse_extra, refuse_missing, refuse_shape, strangers
 from compress.checkpoint.quantization_config import parse
 from compress.errors import InputError
 from compress.formats import format_named, int8_outlier
@@ -19,10 +19,6 @@ from compress.kernels import Kernel
 from compress.kernels.pick import pick
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-# Tables that older checkpoints stored and every loader computes.
-DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
-MEND = "copy or export the folder again"
 
 
 class PackedLinear(nn.Module):
@@ -81,8 +77,6 @@ def _packed_specs(network: nn.Module, checkpoint: Checkpoint, module: str, schem
     rows, columns = linear_named(network, module).weight.shape
     stored_format, grid = format_named(scheme.format), scheme.grid
     reason = stored_format.refuses((rows, columns), grid)
-    if grid.group_size is not None and columns % grid.group_size:
-        reason = f"{columns} input columns are not a multiple of group size {grid.group_size}"
     if reason is not None:
         raise InputError(f"{checkpoint.folder / 'config.json'}: quantization_config: {module}: {reason}: {MEND}")
     specs = stored_format.specs((rows, columns), grid, torch.float32)
@@ -115,26 +109,17 @@ def _check(
         wanted |= dict.fromkeys(names, spec)
         if not any(name in found for name in names):
             missing.append(names[0])
-    _complain(checkpoint, missing, "is missing", "the shards are not the whole model that config.json describes")
-    extra = [name for name in found if name not in wanted and not DERIVED.search(name)]
-    _complain(checkpoint, extra, "belongs to no layer", "config.json or its quantization_config tells of another model")
+    refuse_missing(checkpoint.folder, missing)
+    extra, _ = strangers(found, wanted)
+    refuse_extra(checkpoint.folder, extra)
     for name, spec in wanted.items():
         if name not in found:
             continue
         info = found[name]
-        if info.shape != spec.shape:
-            shapes = f"has shape {list(info.shape)}, and config.json asks for {list(spec.shape)}"
-            raise InputError(f"{info.file}: tensor {name!r} {shapes}: {MEND}")
+        refuse_shape(info, spec.shape)
         if info.dtype not in (FLOATS if spec.dtype.is_floating_point else (spec.dtype,)):
             wants = "a floating-point type" if spec.dtype.is_floating_point else str(spec.dtype)
             raise InputError(f"{info.file}: tensor {name!r} is {info.dtype}, not {wants}: {MEND}")
-
-
-def _complain(checkpoint: Checkpoint, names: Iterable[str], what: str, why: str) -> None:
-    names = list(names)
-    if names:
-        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        raise InputError(f"{checkpoint.folder}: tensor {names[0]!r} {what}{more}: {why}: {MEND}")
 
 
 def _check_values(checkpoint: Checkpoint, module: str, shape: torch.Size, tensors: dict[str, Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from compress.architecture import SAMPLING_CACHE_BYTES, kv_bytes_per_token
+from compress.checkpoint.strict_json import read_object
 from compress.errors import USAGE, InputError
 from compress.runtime.load import Model
 
-# Memory for the keys and values of sequences that are sampled side by side.
-CACHE_BYTES = 512 << 20
 MAX_BATCH = 64
 
 
@@ -63,12 +62,12 @@ def sample_sequences(
 ) -> Tensor:
     """`count` sequences the model writes by itself, temperature 1: int64 [count, length], each beginning with `start`.
 
-    They are drawn side by side, as many as CACHE_BYTES of keys and values allow. `progress` is told after every step
-    how many tokens are done and how many there will be.
+    They are drawn side by side, as many as SAMPLING_CACHE_BYTES of keys and values allow. `progress` is told after
+    every step how many tokens are done and how many there will be.
     """
     config = model.config
-    sequence_bytes = 2 * config.layer_count * config.kv_heads * config.head_dim * 4 * length
-    batch = max(1, min(MAX_BATCH, CACHE_BYTES // sequence_bytes))
+    sequence_bytes = kv_bytes_per_token(config, torch.float32.itemsize) * length
+    batch = max(1, min(MAX_BATCH, SAMPLING_CACHE_BYTES // sequence_bytes))
     uniform = _uniform(count, length, seed)
     sequences = torch.full((count, length), start, dtype=torch.int64)
     for first in range(0, count, batch):
@@ -109,7 +108,7 @@ def stop_tokens(folder: Path) -> frozenset[int]:
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         if file.exists():
-            ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            ids = read_object(file).get("eos_token_id")
             if ids is not None:
                 return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()

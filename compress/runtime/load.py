@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from compress.architecture import Dimensions
 from compress.checkpoint import Checkpoint, manifest, open_checkpoint
 from compress.errors import InputError
 from compress.runtime import transformers_engine
@@ -38,7 +39,7 @@ class Model:
     """
 
     folder: Path
-    config: ModelConfig | transformers_engine.Dimensions
+    config: ModelConfig | Dimensions
     engine: str
     network: Network
     device: torch.device
@@ -91,12 +92,14 @@ def known_config(checkpoint: Checkpoint) -> ModelConfig | Unsupported:
         return reason
 
 
-def load_model(folder: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Model:
-    """Load the checkpoint in `folder`, quantized or not, to compute in `dtype` on `device`.
+def load_model(
+    folder: Path | Checkpoint, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> Model:
+    """Load the checkpoint in `folder` (or opened already), quantized or not, to compute in `dtype` on `device`.
 
     Packed weights stay packed. Raises InputError for a checkpoint that is damaged, not understood or not complete.
     """
-    checkpoint = open_checkpoint(Path(folder))
+    checkpoint = folder if isinstance(folder, Checkpoint) else open_checkpoint(Path(folder))
     if (checkpoint.folder / manifest.NAME).exists():
         manifest.check(manifest.read(checkpoint.folder), checkpoint)
     device = torch.device(device)

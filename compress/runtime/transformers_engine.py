@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from compress.architecture import Dimensions, dimensions, empty_model, one_line
 from compress.checkpoint import Checkpoint
 from compress.errors import InputError
 from compress.runtime.assign import assign, schemes_of
-
-
-@dataclass(frozen=True)
-class Dimensions:
-    """The sizes of a model that a report asks for, whatever its architecture."""
-
-    family: str
-    vocab_size: int
-    hidden_size: int
-    layer_count: int
-    kv_heads: int
-    head_dim: int
-    context_length: int
 
 
 class TransformersNetwork(nn.Module):
@@ -70,7 +57,7 @@ def build(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> t
     if checkpoint.quantization is None:
         model = _load(checkpoint.folder, dtype).to(device)
     else:
-        model = _skeleton(checkpoint.folder)
+        model = _empty(checkpoint.folder)
         try:
             assign(model, checkpoint, schemes_of(checkpoint, model), device, dtype)
         except InputError as error:
@@ -79,54 +66,31 @@ def build(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> t
         for name, buffer in model.named_buffers():
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, buffer.to(device))
-    return TransformersNetwork(model.eval()), _dimensions(model.config)
+    return TransformersNetwork(model.eval()), dimensions(model.config)
 
 
 def _load(folder: Path, dtype: torch.dtype) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
 
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
-        raise _refused(folder, error) from None
+    except (ValueError, KeyError, OSError, RuntimeError, StrictDataclassError) as error:
+        raise _refused(folder, one_line(error)) from None
     if loaded["missing_keys"]:
         name = sorted(loaded["missing_keys"])[0]
         raise InputError(f"{folder}: tensor {name!r} is missing: copy or export the folder again")
     return model
 
 
-def _skeleton(folder: Path) -> Any:
-    """The model with its parameters on meta and its computed tables real."""
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def _empty(folder: Path) -> Any:
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        del config.quantization_config
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, OSError) as error:
-        raise _refused(folder, error) from None
-    model.tie_weights()
-    return model
+        return empty_model(folder)
+    except InputError as error:
+        raise _refused(folder, str(error)) from None
 
 
-def _refused(folder: Path, error: Exception) -> InputError:
-    reason = str(error).strip().partition("\n")[0]
+def _refused(folder: Path, reason: str) -> InputError:
     return InputError(f"{folder}: neither the bundled decoder nor transformers can load it: {reason}")
-
-
-def _dimensions(config: Any) -> Dimensions:
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    return Dimensions(
-        family=config.model_type,
-        vocab_size=text.vocab_size,
-        hidden_size=text.hidden_size,
-        layer_count=text.num_hidden_layers,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        context_length=getattr(text, "max_position_embeddings", None) or 2048,
-    )

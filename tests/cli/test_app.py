@@ -77,13 +77,23 @@ def test_bugs_are_one_line_too() -> None:
     assert loud.returncode == 1 and "Traceback" in loud.stderr
 
 
-def test_interruption_names_the_way_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--debug", "run", "demo"), "interrupted: resume by the same command"),
+        (("recipe", "check", "demo"), "interrupted"),
+    ],
+    ids=["run", "another verb"],
+)
+def test_interruption_names_the_way_on_where_there_is_one(
+    arguments: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("compress.recipe.load", interrupt)
-    done = lmpress("recipe", "check", "demo")
-    assert done.code == 130 and "interrupted: resume by the same command" in done.err
+    done = lmpress(*arguments)
+    assert done.code == 130 and done.err.splitlines()[-1] == f"lmpress: {told}"
 
 
 @pytest.mark.parametrize("topic", ["methods", "schemes", "formats", "kernels", "recipes"])
@@ -91,6 +101,7 @@ def test_lists_are_json_on_stdout_alone(topic: str) -> None:
     done = lmpress("list", topic, "--json")
     rows = json.loads(done.out)
     assert (done.code, done.err) == (0, "") and rows and all(row["name"] for row in rows)
+    assert all(row.get("about", "-") for row in rows)
     assert lmpress("list", topic).out.count("\n") > len(rows)
 
 

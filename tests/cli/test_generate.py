@@ -57,6 +57,13 @@ def test_refused(tiny_llama: Path) -> None:
     assert (hot.code, hot.err) == (2, "lmpress: sampling: temperature is -1.0: give 0 (greedy) or more\n")
 
 
+def test_a_generation_config_that_is_broken_is_named(tiny_llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_llama, tmp_path / "broken")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 1, "eos_token_id": 2}')
+    done = lmpress("generate", str(folder), "--prompt", "hi", "--max-new", "1")
+    assert done.code == 1 and "generation_config.json: key 'eos_token_id' is given twice" in done.err
+
+
 def test_beyond_the_context(tiny_llama: Path) -> None:
     done = lmpress("generate", str(tiny_llama), "--prompt", "x" * 510, "--max-new", "3")
     assert done.code == 0 and "513 tokens may be reached, and the model was made for 512" in done.err

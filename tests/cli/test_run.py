@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
 
+from compress.cli.execution import account
 from compress.cli.progress import block_line, resumed
 from compress.recipe import parse
 from tests.command import SMALL, Done, lmpress, settings
@@ -32,15 +35,63 @@ def run(recipe: str, model: Path, output: Path, *more: str) -> Done:
     return lmpress("run", recipe, "--model", str(model), "--output", str(output), *more)
 
 
-def test_run_tells_json_alone_on_stdout(recipe: str, tiny_llama: Path, tmp_path: Path) -> None:
+def test_run_tells_json_alone_on_stdout(recipe: str, tiny_llama: Path, tiny_text: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     done = run(recipe, tiny_llama, output, "--json")
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0
     told = json.loads(done.out)
-    assert told["output"] == str(output) and told["fallbacks"] == [] and told["report"] is None
+    assert told["output"] == str(output) and told["fallbacks"] == []
     assert told["calibration"]["tokens"] == 128
+    lines = done.err.splitlines()  # what nobody may miss, although no bar was shown
+    assert lines[0] == "0 fallbacks" and lines[1].startswith("left alone: lm_head: ")
+    assert lines[2] == f"calibration: 4 x 32 tokens from '{tiny_text}', seed 0"
+    assert lines[3:] == [f"calibration: {note}" for note in told["calibration"]["notes"]]
     again = run(recipe, tiny_llama, output, "--json")  # finished already: nothing to do, the same answer
-    assert (again.code, again.out) == (0, done.out)
+    repeated = json.loads(again.out)
+    repeated["report"]["created"] = told["report"]["created"]
+    assert (again.code, again.err, repeated) == (0, done.err, told)
+
+
+def test_without_a_text_the_report_tells_sizes_and_layers(
+    recipe: str, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compress.eval.subject.load_model", lambda *_: pytest.fail("nothing needs a model here"))
+    output = tmp_path / "out"
+    done = run(recipe, tiny_llama, output)
+    assert done.code == 0 and "weights on disk" in done.out and "0 fallbacks" in done.out
+    report = json.loads((output / "report.json").read_text())
+    assert {"report.md", "report.html"} <= {file.name for file in output.iterdir()}
+    assert 0 < report["size"]["bytes"] < report["size"]["bytes_baseline"]
+    assert len(report["layers"]) == 14 and all(row["error_db"] > 5 for row in report["layers"])
+    assert report["speed"] == [] and {*report["quality"].values(), *report["memory"].values()} == {None}
+    assert report["notes"][-1] == "quality, speed and memory: not measured"
+
+
+def test_account_names_every_fallback_and_note() -> None:
+    calibration = {"source": "self", "samples": 2, "seqlen": 8, "seed": 3, "notes": ["few tokens"]}
+    told = SimpleNamespace(fallbacks=[{"name": "b.0.q", "reason": "why"}], skipped=[], calibration=calibration)
+    assert account(cast(Any, told)) == [
+        "1 fallback",
+        "fallback: b.0.q: why",
+        "calibration: 2 x 8 tokens from 'self', seed 3",
+        "calibration: few tokens",
+    ]
+    told = SimpleNamespace(fallbacks=[], skipped=[], calibration=None)
+    assert account(cast(Any, told)) == ["0 fallbacks", "calibration: none needed"]
+
+
+def test_another_way_to_measure_a_finished_output_measures_it_again(
+    recipe: str, tiny_llama: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    assert run(recipe, tiny_llama, output).code == 0
+    written = (output / "model.safetensors").stat().st_mtime_ns
+    wanted = settings(f"evaluate.text=[{tiny_text}]", "evaluate.context=32", "evaluate.tokens=64")
+    assert run(recipe, tiny_llama, output, *wanted).code == 0
+    assert json.loads((output / "report.json").read_text())["quality"]["tokens"] == 62
+    failing = run(recipe, tiny_llama, output, *wanted, *settings("evaluate.gates=[kl_mean < 0]"))
+    assert failing.code == 3
+    assert (output / "model.safetensors").stat().st_mtime_ns == written
 
 
 def test_run_measures_writes_the_report_and_fails_at_a_gate(
@@ -106,11 +157,26 @@ def test_quantize_prints_the_recipe_it_runs(tiny_llama: Path, tiny_text: Path, t
     flags += ["--method", "rtn", "--scheme", "W8A16", "--group-size", "channel", "--target", "*.mlp.*"]
     done = lmpress("quantize", *flags, "--json", *settings(*SMALL, "stages.0.quantize.search=minmax"))
     assert done.code == 0, done.err
-    shown = parse(yaml.safe_load(done.err), "shown")
+    shown = parse(yaml.safe_load(done.err.partition("\n\n")[0]), "shown")
     stage = shown.stages[0]
     assert (stage.method, stage.targets, stage.settings.model_dump()["search"]) == ("rtn", ("*.mlp.*",), "minmax")
     assert stage.scheme is not None and (stage.scheme.name, stage.scheme.grid.group_size) == ("W8A16", None)
     assert json.loads(done.out)["recipe_sha256"] == shown.sha256()
+
+
+@pytest.mark.parametrize(
+    ("flags", "method"),
+    [((), "gptq"), (("--scheme", "W8A8"), "gptq"), (("--scheme", "LLM_INT8"), "llm_int8")],
+    ids=["plain", "W8A8", "LLM_INT8"],
+)
+def test_quantize_takes_the_method_that_the_scheme_needs(
+    flags: tuple[str, ...], method: str, tiny_llama: Path, tmp_path: Path
+) -> None:
+    place = ["--model", str(tiny_llama), "--output", str(tmp_path / "out"), "--dry-run", "--json"]
+    group = () if flags else ("--group-size", "32")
+    done = lmpress("quantize", *place, *flags, *group)
+    assert done.code == 0, done.err
+    assert parse(yaml.safe_load(done.err), "shown").stages[0].method == method
 
 
 def test_quantize_names_flags_mistakes_by_field(tiny_llama: Path, tmp_path: Path) -> None:
@@ -127,4 +193,4 @@ def test_block_line_says_what_matters() -> None:
     layers[1] |= {"dead_channels": 3, "outlier_columns": (1, 2), "fallback": "why", "damping": None}
     line = block_line({"name": "b.0", "layers": layers[1:], "seconds": 0.5}, 10**9)
     assert line == "b.0: k_proj 28.0 dB | 3 dead channels | 2 outlier columns | FALLBACK: b.0.k_proj | 0.5 s | 1.00 GB"
-    assert (resumed(0), resumed(3)) == ("", ", resumed behind block 1")
+    assert (resumed(0), resumed(1), resumed(3)) == ("", ", resumed behind block 0", ", resumed behind block 2")

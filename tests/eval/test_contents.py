@@ -49,6 +49,13 @@ def test_an_uncompressed_and_a_tied_model(tmp_path: Path) -> None:
     assert found["recipe_sha256"] is None
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_output_layer_of_any_name_counts(tied: bool, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "gpt_neox", tie_word_embeddings=tied)
+    assert ("embed_out.weight" in open_checkpoint(folder).tensors) == (not tied)
+    assert contents(folder)["tied_embeddings"] is tied
+
+
 def test_verify_reads_every_byte(packed: Path, tmp_path: Path) -> None:
     assert check_bytes(packed) == len(open_checkpoint(packed).tensors)
     folder = tmp_path / "flipped"

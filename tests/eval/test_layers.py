@@ -13,7 +13,7 @@ import torch
 from compress.eval.layers import kernels_by_format, layer_rows, logged_seconds
 from compress.eval.run import Request, evaluate
 from compress.eval.size import measure_size
-from compress.eval.subject import open_subject
+from compress.eval.subject import open_stored, open_subject
 from tests.eval.compressed import compress_folder
 
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -21,21 +21,22 @@ NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 def test_rows_join_manifest_and_runtime(packed: Path) -> None:
     subject = open_subject(packed, "cpu")
-    rows = layer_rows(subject, measure_size(subject.checkpoint, subject.schemes), None)
-    assert [row["name"] for row in rows] == [name for name in subject.schemes]
+    stored, kernels = subject.stored, subject.model.kernels
+    rows = layer_rows(stored, measure_size(stored.checkpoint, stored.schemes), kernels, {})
+    assert [row["name"] for row in rows] == [name for name in stored.schemes]
     assert {row["kernel"] for row in rows} == {"reference"}
     assert all(row["method"] == "rtn" and row["error_db"] >= 20 for row in rows)
     assert all(row["bits_per_weight"] == pytest.approx(4.5, abs=0.07) for row in rows)
-    assert kernels_by_format(subject) == {"pack-quantized": "reference"}
+    assert kernels_by_format(kernels, stored) == {"pack-quantized": "reference"}
 
 
 def test_a_checkpoint_of_another_tool_gives_what_its_config_says(packed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "foreign"
     shutil.copytree(packed, folder)
     (folder / "lmpress.json").unlink()
-    subject = open_subject(folder, "cpu")
-    rows = layer_rows(subject, measure_size(subject.checkpoint, subject.schemes), None)
-    assert len(rows) == 14
+    stored = open_stored(folder)
+    rows = layer_rows(stored, measure_size(stored.checkpoint, stored.schemes), {}, {})
+    assert len(rows) == 14 and {row["kernel"] for row in rows} == {None}
     assert all(row["scheme"] == "W4A16" and "method" not in row for row in rows)
 
 

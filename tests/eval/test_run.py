@@ -61,7 +61,7 @@ def test_a_model_against_itself(tiny_llama: Path, tiny_text: Path) -> None:
 def test_without_a_text_only_quality_is_null_and_the_report_says_so(packed: Path) -> None:
     found = evaluate(Request(packed, gates=("ppl < 9", "bits_per_weight < 5"), seconds=0.1))
     assert set(found["quality"].values()) == {None}
-    assert "quality: not measured, since no --text was given" in found["notes"]
+    assert "quality: not measured, since no text was given" in found["notes"]
     assert [gate["passed"] for gate in found["gates"]] == [False, True]
 
 
@@ -105,5 +105,6 @@ def test_reports_are_published_whole(report: dict[str, Any], tmp_path: Path) -> 
     files = publish(report, tmp_path / "new" / "folder")
     assert sorted(file.name for file in (tmp_path / "new" / "folder").iterdir()) == sorted(file.name for file in files)
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="give a folder that can be written"):
+    with pytest.raises(InputError, match="give a folder that can be written") as caught:
         publish(report, tmp_path / "file")
+    assert str(caught.value).startswith(f"{tmp_path / 'file'}: ")  # no flag: `lmpress run` has none for it

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from compress import texts
 from compress.errors import InputError
 from compress.eval.text import cut_windows
 from tests.eval.fakes import ByteTokenizer
@@ -66,6 +69,26 @@ def test_a_text_that_cannot_be_used_is_named(tmp_path: Path, content: bytes, wor
     with pytest.raises(InputError, match=words) as caught:
         cut_windows([file], ByteTokenizer(), context=4)
     assert str(file) in str(caught.value)
+
+
+def test_a_long_text_is_encoded_in_pieces_and_no_further_than_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, "größer als ein Stück " * 40)
+    whole = cut_windows([file], ByteTokenizer(), context=16)
+    monkeypatch.setattr(texts, "PIECE", 50)
+    pieced = cut_windows([file], ByteTokenizer(), context=16)
+    assert torch.equal(pieced.tokens, whole.tokens)
+    assert (pieced.nbytes, pieced.characters) == (whole.nbytes, whole.characters)
+    lengths: list[int] = []
+
+    class Counting(ByteTokenizer):
+        def __call__(self, text: str, *arguments: Any, **options: Any) -> dict[str, Any]:
+            lengths.append(len(text))
+            return super().__call__(text, *arguments, **options)
+
+    assert torch.equal(cut_windows([file], Counting(), 16, limit=64).tokens, whole.tokens[:4])
+    assert sum(lengths) <= 100 + len("a")  # two pieces, and the look for a start token
 
 
 def test_documents_of_a_jsonl_file_are_one_text(tmp_path: Path) -> None:

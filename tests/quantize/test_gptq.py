@@ -33,12 +33,21 @@ def output_db(w: Tensor, decided: Tensor, hessian: Tensor) -> float:
 
 
 def slow_gptq(w: Tensor, hessian: Tensor, grid: Grid, config: Config) -> Tensor:
-    """One column at a time in float64, H^-1 eliminated explicitly, columns by falling diagonal, static groups."""
-    scale, zero = choose_scales(w, grid, config.search, torch.float32)
+    """One column at a time in float64, H^-1 eliminated explicitly, columns by falling diagonal, static groups.
+
+    The costs under which scales are chosen are the Schur complements: what is left of a column's diagonal once the
+    columns visited later have explained what they can.
+    """
     work = w.double().clone()
     h = hessian.double() + config.damping * hessian.double().diagonal().mean() * torch.eye(COLUMNS).double()
     inverse = torch.linalg.inv(h)
     order = hessian.diagonal().argsort(descending=True) if config.activation_order else torch.arange(COLUMNS)
+    costs = torch.zeros(COLUMNS, dtype=torch.float64)
+    for position, j in enumerate(order.tolist()):
+        later = order[position + 1 :]
+        explained = h[j, later] @ torch.linalg.solve(h[later][:, later], h[later, j]) if len(later) else 0.0
+        costs[j] = h[j, j] - explained
+    scale, zero = choose_scales(w, grid, config.search, torch.float32, costs.float())
     size = COLUMNS // scale.shape[1]
     result = torch.zeros_like(work)
     for j in order.tolist():

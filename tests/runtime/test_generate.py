@@ -93,7 +93,7 @@ def test_sequences(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "MAX_BATCH", 3)
     assert torch.equal(sample_sequences(model, 256, 7, 12, seed=3), together)
     assert not torch.equal(sample_sequences(model, 256, 7, 12, seed=4), together)
-    monkeypatch.setattr(generation, "CACHE_BYTES", 1)
+    monkeypatch.setattr(generation, "SAMPLING_CACHE_BYTES", 1)
     assert torch.equal(sample_sequences(model, 256, 7, 12, seed=3), together)
 
 

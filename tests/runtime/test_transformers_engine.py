@@ -86,3 +86,15 @@ def test_missing_tensors(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match="'model.norm.weight' is missing"):
         load_model(folder)
+
+
+def test_values_that_cannot_be(tmp_path: Path) -> None:
+    """Bad values are told in one line, whether or not the weights are packed."""
+    plain = write_model(tmp_path / "plain", "olmo2")
+    packed = write_packed(plain, tmp_path / "packed", scheme_named("W4A16", 32))
+    for folder in (plain, packed):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": "two"}))
+        with pytest.raises(InputError, match="transformers can load it: .*num_hidden_layers") as caught:
+            load_model(folder)
+        assert "\n" not in str(caught.value)
