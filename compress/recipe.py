@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -251,10 +251,14 @@ def _stage(raw: Any, place: Place) -> Stage:
         raise InputError(f"{place.document}: field {inner.path}.{error}", USAGE) from error
     refuse_unknown(settings, (*shared, *method.Config.model_fields), inner)
     scope = validate(_Scope, {key: value for key, value in raw.items() if key != kind}, place)
+    config = validate(method.Config, settings, inner)
+    if scheme is not None and scheme.threshold is not None:
+        # A method that looks for outliers says from which magnitude on; the checkpoint repeats it to the runtime.
+        scheme = replace(scheme, threshold=getattr(config, "threshold", scheme.threshold))
     return Stage(
         kind=kind,
         method=head.method,
-        settings=validate(method.Config, settings, inner),
+        settings=config,
         scheme=scheme,
         targets=scope.targets,
         ignore=scope.ignore,

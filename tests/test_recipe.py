@@ -191,3 +191,10 @@ def test_schema_describes_every_key() -> None:
             assert ("scheme" in body["required"]) == (kind == "quantize")
     references = [part.partition('"')[0] for part in json.dumps(schema).split('"#/$defs/')[1:]]
     assert set(references) <= set(schema["$defs"])
+
+
+def test_a_threshold_of_outliers_reaches_the_scheme() -> None:
+    stage = {"quantize": {"method": "llm_int8", "scheme": "LLM_INT8", "threshold": 2.5}}
+    recipe = parse({"version": 1, "stages": [stage]}, "recipe.yaml")
+    assert recipe.stages[0].scheme is not None and recipe.stages[0].scheme.threshold == 2.5
+    assert parse(recipe.resolved(), "again") == recipe
