@@ -81,7 +81,9 @@ def test_w8a8_loses_visibly_and_llm_int8_does_not(measured: dict[str, Any]) -> N
     plain, default, sensitive = (measured[name]["quality"] for name in RUNS)
     assert plain["ppl_ratio"] > 1.2 and plain["kl_mean"] > 0.2
     assert default["ppl_ratio"] < 1.03 and default["kl_mean"] < 0.04
-    assert sensitive["ppl_ratio"] == pytest.approx(1.0, abs=0.005) and sensitive["kl_mean"] < 0.015
+    # Half a per cent, and the paired standard error of what 4,096 tokens can tell.
+    assert abs(sensitive["ppl_ratio"] - 1) < 0.005 + sensitive["ppl_ratio_stderr"]
+    assert sensitive["kl_mean"] < 0.015
 
 
 @pytest.mark.model
