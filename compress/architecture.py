@@ -49,7 +49,8 @@ def empty_model(folder: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     # Values of the wrong kind surface wherever an architecture first computes with them.
-    bad_values = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError, StrictDataclassError)
+    wrong_kinds = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
+    bad_values = (*wrong_kinds, StrictDataclassError)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if hasattr(config, "quantization_config"):
@@ -58,7 +59,8 @@ def empty_model(folder: Path) -> Any:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (OSError, *bad_values) as error:
         file, reason = folder / "config.json", one_line(error)
-        raise InputError(f"{file}: no causal language model can be built from it: {reason}") from None
+        mend = "mend that field, or copy the model's own config.json again"
+        raise InputError(f"{file}: no causal language model can be built from it: {reason}: {mend}") from None
     model.tie_weights()
     return model.eval()
 

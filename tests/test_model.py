@@ -65,7 +65,12 @@ def test_unknown_architectures_are_named(tmp_path: Path) -> None:
 
 def test_values_that_cannot_be_are_named_in_one_line(tiny_llama: Path, tmp_path: Path) -> None:
     config = json.loads((tiny_llama / "config.json").read_text())
-    for field, value in {"hidden_size": "wide", "num_attention_heads": 0, "hidden_act": "unheard_of"}.items():
+    for field, value in {
+        "hidden_size": "wide",
+        "num_attention_heads": 0,
+        "hidden_act": "unheard_of",
+        "vocab_size": 100,
+    }.items():
         (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
         with pytest.raises(InputError, match="config.json: no causal language model can be built from it: ") as caught:
             build_skeleton(tmp_path)

@@ -136,3 +136,11 @@ def test_sequences_beyond_the_models_positions_are_noted(tiny_llama: Path) -> No
     (note,) = planned(tiny_llama, GPTQ, seqlen=limit + 1).assignment.notes
     assert note.startswith("calibration.seqlen 513 is beyond the 512 positions")
     assert planned(tiny_llama, RTN, seqlen=limit + 1).assignment.notes == ()
+
+
+def test_blocks_beyond_those_of_the_config_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_llama, tmp_path / "cut")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with pytest.raises(InputError, match=r"tensor 'model.layers.1.\S+' belongs to no layer \(and 8 more\)"):
+        planned(folder, RTN)

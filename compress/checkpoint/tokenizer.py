@@ -35,6 +35,8 @@ def load_tokenizer(folder: Path) -> Any:
     Raises InputError for a folder without a vocabulary or one that transformers cannot load.
     """
     folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(f"{folder}: there is no such folder: give the folder of a checkpoint")
     if not any(file for pattern in VOCABULARIES for file in folder.glob(pattern)):
         raise InputError(f"{folder}: holds no tokenizer (tokenizer.json): copy the model's tokenizer files there")
     for name in ("tokenizer.json", "tokenizer_config.json"):
