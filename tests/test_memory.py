@@ -38,7 +38,7 @@ def peak(model: Path, output: Path, text: Path) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """A model of two layers, and one of eight: 106 MB of float32 weights more."""
+    """A model of two layers, and one of eight: 264 MB of float32 weights more."""
     root = tmp_path_factory.mktemp("memory")
     shallow = write_large(root / "shallow", layers=2, width=WIDTH)
     deep = write_large(root / "deep", layers=8, width=WIDTH)
@@ -46,8 +46,9 @@ def peaks(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> tuple[di
 
 
 def test_depth_costs_no_memory(peaks: tuple[dict[str, int], dict[str, int]]) -> None:
+    """One in ten is left to fragments of the heap, which differ from run to run; six blocks more would be four in ten."""
     shallow, deep = peaks
-    assert deep["seen"] < 1.05 * shallow["seen"]
+    assert deep["seen"] < 1.1 * shallow["seen"]
 
 
 def test_the_plan_predicts_the_peak(peaks: tuple[dict[str, int], dict[str, int]]) -> None:
