@@ -46,7 +46,7 @@ def peaks(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> tuple[di
 
 
 def test_depth_costs_no_memory(peaks: tuple[dict[str, int], dict[str, int]]) -> None:
-    """One in ten is left to fragments of the heap, which differ from run to run; six blocks more would be four in ten."""
+    """One in ten is left to fragments of the heap, which differ from run to run; six blocks would be four in ten."""
     shallow, deep = peaks
     assert deep["seen"] < 1.1 * shallow["seen"]
 
