@@ -46,6 +46,7 @@ class Walk:
         self.device = device
         self.observer = observer
         self.done = frozenset(writer.done)
+        self.planned = dict(plan.sections)
 
     @property
     def assignment(self) -> Assignment:
@@ -62,7 +63,7 @@ class Walk:
             if name not in self.done:
                 self._write(name, *self._keep(name), tokens_sha256=tokens.sha256 if tokens else None)
                 release_memory(self.device)
-        unfinished = len(self.done) < len(self.plan.sections)
+        unfinished = len(self.done) < len(self.planned)
         calibration = self._embed(tokens.ids) if tokens and unfinished else None
         for index in range(len(self.skeleton.blocks)):
             self._step(index, calibration)
@@ -171,8 +172,7 @@ class Walk:
         return {name: self.source.tensors[name].dtype for name in names}
 
     def _write(self, name: str, stored: dict[str, Tensor], reports: list[LayerReport], **fields: Any) -> None:
-        planned = dict(self.plan.sections)[name]
-        ordered = {tensor: stored[tensor] for tensor in planned}
+        ordered = {tensor: stored[tensor] for tensor in self.planned[name]}
         self.writer.write(name, ordered, {"layers": [report.durable() for report in reports], **fields})
 
     def _propagate(self, index: int, stored: dict[str, Tensor], calibration: Calibration) -> None:
