@@ -85,6 +85,6 @@ def dimensions(config: Any) -> Dimensions:
     )
 
 
-def kv_bytes_per_token(sizes: CacheSizes, itemsize: int) -> int:
-    """Bytes of key and value cache per token: 2 x layers x kv heads x head size x bytes per value."""
-    return 2 * sizes.layer_count * sizes.kv_heads * sizes.head_dim * itemsize
+def kv_bytes_per_token(sizes: CacheSizes, itemsize: int, step_bytes: int = 0) -> int:
+    """Bytes of key and value cache per token: 2 x layers x kv heads x (head size x bytes per value + of a step)."""
+    return 2 * sizes.layer_count * sizes.kv_heads * (sizes.head_dim * itemsize + step_bytes)

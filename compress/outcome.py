@@ -19,7 +19,9 @@ from compress.checkpoint.header import TensorInfo
 from compress.checkpoint.manifest import Manifest
 from compress.checkpoint.source import Source, dominant_dtype
 from compress.checkpoint.tokenizer import tokenizer_files
-from compress.plan import Plan
+from compress.kernels import build
+from compress.kernels.exported import exported_files
+from compress.plan import Plan, wanted_kernels
 from compress.recipe import Evaluate, Recipe
 from compress.tokens import Tokens
 
@@ -93,6 +95,9 @@ def closing_files(run: Run) -> dict[str, str | bytes | Path]:
     files["config.json"] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     files[manifest.NAME] = manifest.encode(told)
     files["README.md"] = model_card(told)
+    if run.recipe.export.kernels:
+        wanted = wanted_kernels(assignment, run.plan.scale_dtype)
+        files |= exported_files(build.build(wanted, run.recipe.export.kernels))
     return files
 
 

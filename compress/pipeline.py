@@ -49,6 +49,7 @@ class Job:
 
 def prepare(recipe: Recipe, dequantize: bool = False) -> Job:
     """Open the source, build its skeleton and plan. Raises InputError for whatever the recipe cannot do to it."""
+    bound_heap()  # before the skeleton, whose parameters come and go
     if recipe.model is None:
         raise InputError("recipe: field 'model' is missing: name the model's folder there or with --model", USAGE)
     source = _open_source(Path(recipe.model), dequantize)
@@ -77,7 +78,6 @@ def run(recipe: Recipe, options: RunOptions, observer: Observer) -> Outcome:
     if writer.complete:
         observer.event("complete", output=str(output))
         return read_outcome(output)
-    bound_heap()
     observer = Logged(output, observer)
     done = len(set(writer.done) & set(job.skeleton.blocks))
     observer.event("started", blocks=len(job.skeleton.blocks), done=done, device=str(device))

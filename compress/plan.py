@@ -15,7 +15,8 @@ from compress.checkpoint.source import Source, dominant_dtype
 from compress.errors import InputError
 from compress.formats import format_named, int8_outlier
 from compress.formats.grid import TensorSpec
-from compress.kernels.pick import pick
+from compress.kernels import build
+from compress.kernels.pick import expected
 from compress.model import Skeleton
 from compress.recipe import Recipe
 
@@ -85,10 +86,12 @@ class Plan:
 def make_plan(recipe: Recipe, source: Source, skeleton: Skeleton, assignment: Assignment, device: str = "cpu") -> Plan:
     """Plan `recipe` on `source`; reads no weight but a second copy of tied embeddings.
 
-    device: where the result shall run. Raises InputError where config.json and the shards are not of one model.
+    device: where the result shall run. Raises InputError where config.json and the shards are not of one model, and
+    where a target of `export.kernels` does not serve every layer or cannot be built here.
     """
     model_dtype = dominant_dtype(source.tensors)
     stored_dtype = scale_dtype(recipe, model_dtype)
+    build.check(wanted_kernels(assignment, stored_dtype), recipe.export.kernels, "recipe: field 'export.kernels'")
     derived, copied = _check_tensors(source, skeleton)
     dropped = {**_duplicates(source, skeleton), **derived}
     tokens = recipe.calibration.samples * recipe.calibration.seqlen if assignment.needs_calibration else 0
@@ -115,7 +118,7 @@ def make_plan(recipe: Recipe, source: Source, skeleton: Skeleton, assignment: As
         if task is not None:
             after = sum(spec.nbytes for spec in _specs(task, stored_dtype).values())
             stored[name] = _most_bytes(task, stored_dtype)
-        kernel = pick(task.scheme.format, device).NAME if task else ""
+        kernel = expected(task.scheme, device) if task else ""
         rows.append(_row(name, info.shape, task, (info.nbytes, after), kernel))
     activations = tokens * skeleton.config.get_text_config().hidden_size * 4
     return Plan(
@@ -127,9 +130,22 @@ def make_plan(recipe: Recipe, source: Source, skeleton: Skeleton, assignment: As
         exact=all(task.scheme.threshold is None for task in assignment.layers.values()),
         peak_memory=_peak_memory(recipe, source, skeleton, assignment),
         spill_bytes=max(0, activations - ACTIVATION_BUDGET),
-        kv_bytes_per_token=kv_bytes_per_token(skeleton.dimensions, model_dtype.itemsize),
+        kv_bytes_per_token=_cache_bytes(recipe, skeleton, model_dtype),
         calibration_tokens=tokens,
     )
+
+
+def _cache_bytes(recipe: Recipe, skeleton: Skeleton, model_dtype: torch.dtype) -> int:
+    """Bytes of key and value cache per token: in the model's own dtype, unless the recipe asks for a narrower one."""
+    if recipe.export.kv_cache == "int8":
+        return kv_bytes_per_token(skeleton.dimensions, torch.int8.itemsize, torch.float32.itemsize)
+    narrow = min(model_dtype.itemsize, torch.bfloat16.itemsize)
+    return kv_bytes_per_token(skeleton.dimensions, narrow if recipe.export.kv_cache == "bf16" else model_dtype.itemsize)
+
+
+def wanted_kernels(assignment: Assignment, stored_dtype: torch.dtype) -> build.Wanted:
+    """What kernels that travel with the result are to serve."""
+    return build.Wanted({name: (task.scheme, task.shape) for name, task in assignment.layers.items()}, stored_dtype)
 
 
 def _check_tensors(source: Source, skeleton: Skeleton) -> tuple[dict[str, str], list[str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, WithJsonSchema, field_validator
 
 from compress import methods
 from compress.document import Place, override, read, refuse_unknown, short, validate
@@ -40,19 +40,46 @@ class Calibration(BaseModel):
 
 
 class Export(BaseModel):
-    """How the checkpoint is written. scale_dtype `auto` is the model's own; shard_bytes bounds one safetensors file."""
+    """How the checkpoint is written.
+
+    scale_dtype: `auto` is the model's own. shard_bytes: bound of one safetensors file. kernels: targets whose binaries
+    travel in the checkpoint; `host` is the CPU of the machine that runs the recipe. kv_cache: type of the keys and
+    values that the runtime keeps while it generates; int8 has one scale per token and head.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal["native"] = "native"
     scale_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
     shard_bytes: int = Field(default=4 << 30, ge=1)
+    kernels: tuple[Literal["host", "sm_80", "sm_90", "sm_100", "gfx942"], ...] = ()
+    kv_cache: Literal["f32", "bf16", "int8"] = "f32"
+
+    @field_validator("kernels")
+    @classmethod
+    def _each_once(cls, kernels: tuple[str, ...]) -> tuple[str, ...]:
+        twice = next((name for name in kernels if kernels.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{twice} is given twice: keep one")
+        return kernels
+
+
+class Timed(BaseModel):
+    """What is timed on the result: `new` tokens behind a prompt of `prompt`, at each batch size, `repeat` times."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    batch: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1, 4), min_length=1)
+    prompt: int = Field(default=512, ge=1)
+    new: int = Field(default=128, ge=1)
+    repeat: int = Field(default=5, ge=1)
 
 
 class Evaluate(BaseModel):
     """What is measured on the result.
 
     text: files (none: nothing), read in windows of `context` tokens, at most `tokens` of each.
+    bench: what is timed; without it a short timing goes with whatever else is measured.
     gates: conditions on the report such as `ppl_ratio <= 1.05`.
     """
 
@@ -61,6 +88,7 @@ class Evaluate(BaseModel):
     text: tuple[str, ...] = ()
     context: int = Field(default=512, ge=2)
     tokens: int | None = Field(default=None, ge=2)
+    bench: Timed | None = None
     gates: tuple[str, ...] = ()
 
 

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 PACKAGES = ("lmpress", "torch", "transformers")
 
 
-def host(device: torch.device, bandwidth: float) -> dict[str, Any]:
-    """The report's `host`; `bandwidth` in bytes per second."""
+def host(device: torch.device, bandwidth: float, threads: int) -> dict[str, Any]:
+    """The report's `host`; `bandwidth` in bytes per second, `threads` of the CPU that computed."""
     import torch
 
     return {
         "cpu": _processor(),
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "memory_bandwidth_gbs": bandwidth / 1e9,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
     }

@@ -12,6 +12,7 @@ from compress.eval.size import Size, bits_per_weight
 from compress.eval.subject import Stored
 from compress.runtime.load import Model
 
+DENSE = "dense"
 Misses = Mapping[str, tuple[int, int]]
 
 
@@ -48,10 +49,11 @@ def misses_since(before: Misses, model: Model) -> dict[str, tuple[int, int]]:
 
 
 def kernels_by_format(kernels: Mapping[str, str], stored: Stored) -> dict[str, str]:
-    """Format -> names of the `kernels` (by layer) that ran its layers."""
+    """Format ("dense" for layers that are not compressed) -> names of the `kernels` (by layer) that ran its layers."""
     found: dict[str, set[str]] = {}
     for module, kernel in kernels.items():
-        found.setdefault(stored.schemes[module].format, set()).add(kernel)
+        scheme = stored.schemes.get(module)
+        found.setdefault(scheme.format if scheme else DENSE, set()).add(kernel)
     return {name: ", ".join(sorted(kernels)) for name, kernels in found.items()}
 
 

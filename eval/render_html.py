@@ -8,6 +8,7 @@ from typing import Any
 
 from compress.eval.plots import Point, divergence_plot, error_plot, size_plot
 from compress.eval.report import figures
+from compress.eval.speed_plot import speed_plot
 from compress.eval.tables import NOT_MEASURED, gate_table, layer_table, number, percent, report_tables, times
 
 
@@ -18,6 +19,8 @@ def report_page(report: Mapping[str, Any]) -> str:
     drawings = (
         ("Size against quality", size_plot(quality_points([("this model", report)]))),
         ("Divergence per token", divergence_plot(report["quality"])),
+        ("Decoding over batch size", speed_plot(report["speed"], "decode")),
+        ("Prefill over batch size", speed_plot(report["speed"], "prefill")),
         ("Error by layer", error_plot(report["layers"])),
     )
     return page(

@@ -15,7 +15,7 @@ SCHEMA_VERSION = 1
 Keys = tuple[str, ...]
 TOP = (
     "schema_version", "model", "baseline", "recipe_sha256", "created", "versions", "host", "size", "quality",
-    "tasks", "recovery", "speed", "memory", "layers", "fallbacks", "skipped", "gates", "notes"
+    "tasks", "recovery", "costs", "speed", "memory", "layers", "fallbacks", "skipped", "gates", "notes"
 )  # fmt: skip
 HOST = ("cpu", "threads", "memory_bandwidth_gbs", "gpu")
 SIZE = ("bytes", "bytes_baseline", "bits_per_weight", "bits_per_weight_all", "kv_bytes_per_token")
@@ -27,13 +27,20 @@ SPEED = (
     "phase", "batch", "prompt", "new", "tokens_per_s", "tokens_per_s_baseline", "chars_per_s", "gbs",
     "bandwidth_share", "kernel"
 )  # fmt: skip
+# Since the first release: what reports written before do not have, and is null there.
+SPEED_ADDED = (
+    "runs", "seconds", "seconds_baseline", "tokens_per_s_iqr", "tokens_per_s_iqr_baseline", "gbs_baseline",
+    "bandwidth_share_baseline", "kernel_baseline"
+)  # fmt: skip
 MEMORY = ("peak_rss", "peak_device")
 LAYER = (
     "name", "method", "scheme", "format", "kernel", "bits_per_weight", "error_db", "error_of", "damping", "tokens",
     "seconds", "fallback", "outlier_columns", "outlier_misses"
 )  # fmt: skip
 BLOCKS: dict[str, Keys] = {"host": HOST, "size": SIZE, "quality": QUALITY, "memory": MEMORY}
-ROWS: dict[str, Keys] = {"speed": SPEED, "layers": LAYER}
+COST = ("name", "tokens", "kl_mean", "kl_p99", "top1_agreement", "ppl_ratio", "ppl_ratio_stderr")
+ROWS: dict[str, Keys] = {"costs": COST, "speed": SPEED, "layers": LAYER}
+ADDED: dict[str, Keys] = {"speed": SPEED_ADDED}
 
 
 def block(keys: Keys, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,7 +57,7 @@ def build(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, keys in BLOCKS.items():
         report[name] = block(keys, report[name] or {})
     for name, keys in ROWS.items():
-        report[name] = [block(keys, row) for row in report[name] or []]
+        report[name] = [block((*keys, *ADDED.get(name, ())), row) for row in report[name] or []]
     for name in ("fallbacks", "skipped", "gates", "notes"):
         report[name] = list(report[name] or [])
     for name in ("versions", "tasks"):
@@ -59,13 +66,17 @@ def build(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def figures(report: Mapping[str, Any]) -> dict[str, float | None]:
-    """Every figure of `report` that a gate can bound or a comparison can show, by one flat name; None: not measured."""
+    """Every figure of `report` that a gate can bound or a comparison can show, by one flat name; None: not measured.
+
+    Speeds are those at batch 1.
+    """
     size, quality = report["size"], report["quality"]
     flat: dict[str, float | None] = {key: size[key] for key in SIZE}
     flat["size_ratio"] = _ratio(size["bytes"], size["bytes_baseline"])
     flat |= {key: quality[key] for key in QUALITY if key not in ("text", "kl_histogram")}
     for phase in ("prefill", "decode"):
-        row = next((row for row in report["speed"] if row["phase"] == phase), block(SPEED, {}))
+        rows = (row for row in report["speed"] if row["phase"] == phase and row["batch"] == 1)
+        row = next(rows, block(SPEED, {}))
         flat[f"{phase}_tokens_per_s"] = row["tokens_per_s"]
         flat[f"{phase}_speedup"] = _ratio(row["tokens_per_s"], row["tokens_per_s_baseline"])
     flat |= report["memory"]
@@ -122,12 +133,15 @@ def read_report(path: Path) -> dict[str, Any]:
     if report.get("schema_version") != SCHEMA_VERSION:
         found = report.get("schema_version")
         raise InputError(f"{file}: field 'schema_version' is {found!r}, not {SCHEMA_VERSION}: evaluate again")
+    report.setdefault("costs", [])  # not in reports of the first release
     for where, part, keys in _parts(report):
         if not isinstance(part, dict):
             raise InputError(f"{file}: field {where!r} is not an object: evaluate again")
         for key in keys:
             if key not in part:
                 raise InputError(f"{file}: field {f'{where}.{key}'.lstrip('.')!r} is missing: evaluate again")
+    for name, keys in ADDED.items():
+        report[name] = [dict.fromkeys(keys) | row for row in report[name]]
     return report
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,28 @@ from typing import Any
 import torch
 
 from compress.errors import InputError
-from compress.eval import memory, report, speed
+from compress.eval import memory, report, timing
+from compress.eval.costs import runtime_costs
 from compress.eval.gates import check_gates, parse_gate
 from compress.eval.host import host, versions
-from compress.eval.layers import kernels_by_format, layer_rows, misses_since
+from compress.eval.layers import layer_rows, misses_since
 from compress.eval.quality import Progress, measure_losses, quality_block
-from compress.eval.size import Size, bytes_read_per_token, kv_bytes_of, kv_bytes_per_token, measure_size
+from compress.eval.size import Size, kv_bytes_of, measure_size
+from compress.eval.speed import Bench
 from compress.eval.subject import Stored, Subject, open_stored, open_subject
 from compress.eval.text import Windows, cut_windows
+from compress.eval.traffic import cache_bytes, read_bandwidth, threads_of
+from compress.runtime.load import DEFAULT, Execution, Model
 
 PEAK = "of the whole process with the compressed model alone in it, before a baseline was loaded"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to evaluate. context: tokens per window. limit: most tokens of text. seconds: about how long to time for."""
+    """What to evaluate. context: tokens per window. limit: most tokens of text.
+
+    bench: what to time. Without one, a short timing at batch 1 takes about `seconds`.
+    """
 
     checkpoint: Path
     baseline: Path | None = None
@@ -35,6 +43,8 @@ class Request:
     gates: tuple[str, ...] = ()
     device: str = "cpu"
     seconds: float = 12.0
+    bench: Bench | None = None
+    execution: Execution = DEFAULT
 
 
 def quiet(stage: str, done: int, total: int) -> None:
@@ -45,10 +55,13 @@ def evaluate(request: Request, progress: Progress = quiet) -> dict[str, Any]:
     """The report of `request`. Raises InputError for what cannot be read, run or compared; wrong gates come first."""
     gates = [parse_gate(expr) for expr in request.gates]
     peak_before = memory.peak_resident_bytes()
-    subject = open_subject(request.checkpoint, request.device)
+    subject = open_subject(request.checkpoint, request.device, request.execution)
+    if request.bench is not None:
+        timing.refuse_long(request.checkpoint, subject.model.config.context_length, request.bench)
     windows = _windows(request, subject)
     peaks = _peaks_alone(subject, windows)
-    baseline = None if request.baseline is None else open_subject(request.baseline, request.device)
+    exact = replace(request.execution, kv_cache=None)
+    baseline = None if request.baseline is None else open_subject(request.baseline, request.device, exact)
     notes = describe(subject, baseline, windows)
     notes.append(
         f"peak_rss: {PEAK if peaks['peak_rss'] > peak_before else 'an upper bound, reached before this evaluation'}"
@@ -58,23 +71,25 @@ def evaluate(request: Request, progress: Progress = quiet) -> dict[str, Any]:
     size = measure_size(subject.stored.checkpoint, subject.stored.schemes)
     misses_before = subject.model.outlier_misses()
     quality: dict[str, Any] = {}
+    costs: list[dict[str, Any]] = []
     if windows is not None:
         losses = measure_losses(subject.model, baseline.model if baseline else None, windows, progress)
         quality = quality_block(losses, windows)
+        costs = runtime_costs(subject, windows, progress)
     kernels = subject.model.kernels
     misses = misses_since(misses_before, subject.model) if windows else {}
-    bandwidth = speed.memory_bandwidth(subject.model.device)
+    threads = threads_of(subject.model)
+    bandwidth = read_bandwidth(subject.model.device, threads)
+    rows, fallbacks = _speed(request, [subject, baseline] if baseline else [subject], bandwidth, windows, progress)
     built = report.build(
         {
-            **_identity(request.checkpoint, request.baseline, subject.stored),
-            "host": host(subject.model.device, bandwidth),
-            "size": _size_block(size, baseline.stored if baseline else None)
-            | {"kv_bytes_per_token": kv_bytes_per_token(subject.stored.checkpoint, subject.model.config)},
+            **identity(request.checkpoint, request.baseline, subject.stored, fallbacks),
+            "host": host(subject.model.device, bandwidth, threads),
+            "size": size_block(size, baseline.stored if baseline else None)
+            | {"kv_bytes_per_token": cache_bytes(subject)},
             "quality": quality,
-            "speed": [
-                row | {"kernel": kernels_by_format(kernels, subject.stored)}
-                for row in _speed(request, (subject, baseline), size, bandwidth, windows)
-            ],
+            "costs": costs,
+            "speed": rows,
             "memory": peaks,
             "layers": layer_rows(subject.stored, size, kernels, misses),
             "notes": notes,
@@ -93,11 +108,11 @@ def report_on_files(folder: Path, baseline: Path) -> dict[str, Any]:
     size = measure_size(stored.checkpoint, stored.schemes)
     return report.build(
         {
-            **_identity(folder, baseline, stored),
-            "size": _size_block(size, source) | {"kv_bytes_per_token": kv_bytes_of(stored.checkpoint)},
+            **identity(folder, baseline, stored),
+            "size": size_block(size, source) | {"kv_bytes_per_token": kv_bytes_of(stored.checkpoint)},
             "layers": layer_rows(stored, size, {}, {}),
             "notes": [
-                *origins({"model": _said(stored), "baseline": _said(source)}),
+                *origins({"model": config_notes(stored), "baseline": config_notes(source)}),
                 *calibration_notes(stored),
                 "quality, speed and memory: not measured",
             ],
@@ -105,15 +120,17 @@ def report_on_files(folder: Path, baseline: Path) -> dict[str, Any]:
     )
 
 
-def _identity(folder: Path, baseline: Path | None, stored: Stored) -> dict[str, Any]:
-    """The parts of a report that say what it is about."""
+def identity(
+    folder: Path, baseline: Path | None, stored: Stored, fallbacks: Sequence[dict[str, str]] = ()
+) -> dict[str, Any]:
+    """The parts of a report that say what it is about. fallbacks: of the run, beside those that the manifest names."""
     return {
         "model": str(folder),
         "baseline": str(baseline) if baseline else None,
         "recipe_sha256": stored.manifest.recipe_sha256 if stored.manifest else None,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
-        "fallbacks": stored.manifest.fallbacks if stored.manifest else [],
+        "fallbacks": [*(stored.manifest.fallbacks if stored.manifest else ()), *fallbacks],
         "skipped": stored.manifest.skipped if stored.manifest else [],
     }
 
@@ -121,7 +138,7 @@ def _identity(folder: Path, baseline: Path | None, stored: Stored) -> dict[str, 
 def describe(subject: Subject, baseline: Subject | None, windows: Windows | None) -> list[str]:
     """What a reader must know to judge the figures: origins of weights, engine, calibration, and what was left out."""
     pair = {"model": subject} if baseline is None else {"model": subject, "baseline": baseline}
-    notes = origins({role: [*_said(one.stored), *one.model.notes] for role, one in pair.items()})
+    notes = origins({role: [*config_notes(one.stored), *runtime_notes(one.model)] for role, one in pair.items()})
     notes += calibration_notes(subject.stored)
     if windows is None:
         notes.append("quality: not measured, since no text was given")
@@ -139,10 +156,15 @@ def origins(said: dict[str, list[str]]) -> list[str]:
     return [f"{' and '.join(named)}: {note}" for note, named in roles.items()]
 
 
-def _said(stored: Stored) -> list[str]:
+def config_notes(stored: Stored) -> list[str]:
     """What a checkpoint's config says about its weights."""
     note = stored.checkpoint.config.get("lmpress_note")
     return [str(note)] if note else []
+
+
+def runtime_notes(model: Model) -> list[str]:
+    """What a loaded model says about how it runs."""
+    return [*model.notes, *(f"{told['name']}: {told['reason']}: runs on torch operations" for told in model.fallbacks)]
 
 
 def calibration_notes(stored: Stored) -> list[str]:
@@ -168,8 +190,11 @@ def compare_vocabularies(request: Request, subject: Subject, baseline: Subject, 
     return [f"divergence: over the first {min(sizes)} tokens, since the vocabularies have {sizes[0]} and {sizes[1]}"]
 
 
-def publish(built: dict[str, Any], folder: Path) -> list[Path]:
-    """Write report.json, report.md and report.html into `folder`. Raises InputError where it cannot be written."""
+def publish(built: dict[str, Any], folder: Path, images: Mapping[str, bytes] | None = None) -> list[Path]:
+    """Write report.json, report.md and report.html into `folder`, and `images` (name -> file) beside them.
+
+    Raises InputError where it cannot be written.
+    """
     from compress.eval.render_html import report_page
     from compress.eval.render_markdown import report_markdown
 
@@ -178,20 +203,20 @@ def publish(built: dict[str, Any], folder: Path) -> list[Path]:
         "report.md": report_markdown(built),
         "report.html": report_page(built),
     }
-    return write_files(folder, texts)
+    return write_files(folder, {**texts, **(images or {})})
 
 
-def write_files(folder: Path, texts: dict[str, str]) -> list[Path]:
-    """Write each text into `folder` under its name, replacing a file only once its successor is complete."""
+def write_files(folder: Path, contents: Mapping[str, str | bytes]) -> list[Path]:
+    """Write each text or image into `folder` under its name, replacing a file only once its successor is complete."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
+        for name, content in contents.items():
             partial = folder / f".{name}.partial"
-            partial.write_text(text, encoding="utf-8")
+            partial.write_bytes(content.encode() if isinstance(content, str) else content)
             partial.replace(folder / name)
     except OSError as error:
         raise InputError(f"{folder}: cannot be written ({error.strerror}): give a folder that can be written") from None
-    return [folder / name for name in texts]
+    return [folder / name for name in contents]
 
 
 def refuse_unwritable(folder: Path) -> None:
@@ -215,16 +240,17 @@ def _peaks_alone(subject: Subject, windows: Windows | None) -> dict[str, Any]:
 
 
 def _speed(
-    request: Request, subjects: tuple[Subject, Subject | None], size: Size, bandwidth: float, windows: Windows | None
-) -> list[dict[str, Any]]:
-    subject = subjects[0]
-    paces = speed.measure_pace([one.model for one in subjects if one], request.seconds)
-    itemsize = subject.model.hidden(torch.zeros(1, 1, dtype=torch.int64)).element_size()
+    request: Request, subjects: list[Subject], bandwidth: float, windows: Windows | None, progress: Progress
+) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """The report's `speed`, and, where the request names a bench, what fell back to a reference while it ran."""
+    if request.bench is not None:
+        rows = timing.bench_rows(subjects, request.bench, bandwidth, progress)
+        return rows, timing.fallbacks_of(subjects)
     characters = windows.characters / windows.predicted if windows else None
-    return speed.speed_rows(paces, bytes_read_per_token(size, itemsize), bandwidth, characters)
+    return timing.short_rows(subjects, request.seconds, bandwidth, characters), []
 
 
-def _size_block(size: Size, baseline: Stored | None) -> dict[str, Any]:
+def size_block(size: Size, baseline: Stored | None) -> dict[str, Any]:
     """The report's `size` but for the key-value cache."""
     return {
         "bytes": size.file_bytes,

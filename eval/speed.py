@@ -1,10 +1,12 @@
-"""Speed: tokens per second of prefill and decode, and what share of the memory's bandwidth the weights moved at."""
+"""Speed: seconds that prefill and decoding take, measured in runs that go round-robin over the models compared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -12,115 +14,195 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.eval.quality import Progress
 from compress.runtime.load import Model
 
-PROMPT = 128
-DECODE_STEPS = 32
-PREFILLS = 5
-COPY_BYTES = 1 << 28
+logger = logging.getLogger(__name__)
+
+# The longest that a short timing takes on, and how often it repeats that.
+SHORT_PROMPT = 128
+SHORT_STEPS = 32
+SHORT_RUNS = 5
+# What is timed to say how long a whole bench will take.
+PROBE_PROMPT = 64
+PROBE_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Pace:
-    """Median seconds of a prefill of `prompt` tokens and of a token decoded behind it, over `steps` tokens. Batch 1."""
+class Workload:
+    """`batch` sequences side by side: a prompt of `prompt` tokens each, then `new` tokens, one per step."""
 
+    batch: int
     prompt: int
-    steps: int
-    prefill: float
-    decode: float
+    new: int
 
 
-def measure_pace(models: Sequence[Model], seconds: float) -> list[Pace]:
-    """The pace of each of `models`, within about `seconds` over all of them.
+@dataclass(frozen=True)
+class Bench:
+    """What to time: prompts and steps at each batch size, `repeat` times over."""
 
-    Repetitions go round-robin over the models, so that a machine that slows down slows all of them alike. The prompt is
-    shortened where a model is so slow that the prefills would not fit. Everything runs once before it is timed.
+    batches: tuple[int, ...] = (1, 4, 16)
+    prompt: int = 512
+    new: int = 128
+    repeat: int = 5
+
+    @property
+    def workloads(self) -> list[Workload]:
+        return [Workload(batch, self.prompt, self.new) for batch in self.batches]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Seconds that each run of one workload took: for the whole prompt, and for all steps behind it."""
+
+    prefill: tuple[float, ...] = ()
+    decode: tuple[float, ...] = ()
+
+
+def measure(
+    models: Sequence[Model], workloads: Sequence[Workload], repeat: int, progress: Progress
+) -> list[list[Runs]]:
+    """For each workload the runs of each model: `repeat` of them, in turn, after one of each that is not counted.
+
+    Every run starts with an empty cache. `progress` counts in seconds, as estimated from a probe of each model.
     """
-    device = models[0].device
-    tokens = (torch.arange(PROMPT, device=device) % 97)[None]
-    prompt = min(_affordable_prompt(model, tokens, seconds / len(models) / 2) for model in models)
-    tokens = tokens[:, :prompt]
-    caches = [model.new_cache(1, prompt + DECODE_STEPS + 1) for model in models]
-    for model, cache in zip(models, caches, strict=True):
-        _next_logits(model, tokens, cache)
-        _next_logits(model, tokens[:, :1], cache)
-    prefills = round_robin([partial(_next_logits, model, tokens) for model in models], PREFILLS, seconds / 2, device)
-    steps = [partial(_next_logits, model, tokens[:, :1], cache) for model, cache in zip(models, caches, strict=True)]
-    decodes = round_robin(steps, DECODE_STEPS, seconds / 2, device)
-    return [
-        Pace(prompt, len(taken), median(runs), median(taken)) for runs, taken in zip(prefills, decodes, strict=True)
-    ]
+    estimates = [[estimate(pace, workload) for pace in map(probe, models)] for workload in workloads]
+    total = (repeat + 1) * sum(map(sum, estimates))
+    logger.info("timing %d runs of each: about %s", repeat, duration(total))
+    done = 0.0
+    found = []
+    for workload, expected in zip(workloads, estimates, strict=True):
+        runs = [Runs() for _ in models]
+        for number in range(repeat + 1):
+            for index, model in enumerate(models):
+                stage = f"run {number} of {repeat}" if number else "warming up"
+                progress(f"batch {workload.batch}, {stage}: seconds", round(done), math.ceil(total))
+                taken = run(model, workload)
+                done += expected[index]
+                if number:
+                    runs[index] = appended(runs[index], taken)
+        found.append(runs)
+    progress("timed: seconds", math.ceil(total), math.ceil(total))
+    return found
 
 
-def _next_logits(model: Model, tokens: Tensor, cache: Any = None) -> Tensor:
-    """What it takes to choose the token after `tokens` [1, T]."""
+def measure_within(models: Sequence[Model], seconds: float) -> tuple[Workload, list[Runs]]:
+    """A short timing at batch 1 that takes about `seconds` over all models: what was timed, and each model's runs.
+
+    Prompt and steps are cut where a model is so slow that they would not fit, and rounds end with the budget, but not
+    before the first. Everything runs once before it is timed.
+    """
+    share = seconds / len(models) / 2
+    workload = Workload(1, min(_affordable_prompt(model, share) for model in models), 1)
+    step = max(run(model, workload)[1] for model in models)
+    steps = int(share / SHORT_RUNS / step) if step else SHORT_STEPS
+    workload = replace(workload, new=max(1, min(SHORT_STEPS, steps)))
+    runs = [Runs() for _ in models]
+    deadline = perf_counter() + seconds
+    for number in range(SHORT_RUNS):
+        if number and perf_counter() >= deadline:
+            break
+        runs = [appended(so_far, run(model, workload)) for so_far, model in zip(runs, models, strict=True)]
+    return workload, runs
+
+
+def duration(seconds: float) -> str:
+    """Seconds, in minutes where there are several."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def appended(runs: Runs, taken: tuple[float, float]) -> Runs:
+    """`runs` and one more."""
+    return Runs((*runs.prefill, taken[0]), (*runs.decode, taken[1]))
+
+
+def run(model: Model, workload: Workload) -> tuple[float, float]:
+    """Seconds of one prefill, and of all decoding steps behind it, each up to the logits that choose the next token."""
+    tokens = _tokens(model, workload.prompt).expand(workload.batch, -1)
+    following = tokens[:, :1]
+    cache = model.new_cache(workload.batch, workload.prompt + workload.new)
+
+    def decode() -> None:
+        for _ in range(workload.new):
+            _next_logits(model, following, cache)
+
+    prefill = timed(lambda: _next_logits(model, tokens, cache), model.device)
+    return prefill, timed(decode, model.device)
+
+
+def timed(action: Callable[[], Any], device: torch.device) -> float:
+    """Seconds from the start of `action` until `device` has done what it was given."""
+    _wait(device)
+    start = perf_counter()
+    action()
+    _wait(device)
+    return perf_counter() - start
+
+
+def probe(model: Model) -> tuple[float, float]:
+    """About how many seconds `model` takes for one token of a prompt, and for a decoding step at batch 1."""
+    small = Workload(1, PROBE_PROMPT, PROBE_STEPS)
+    run(model, small)
+    prefill, decode = run(model, small)
+    return prefill / PROBE_PROMPT, decode / PROBE_STEPS
+
+
+def estimate(pace: tuple[float, float], workload: Workload) -> float:
+    """Seconds that one run of `workload` will take about, at the `pace` of a probe.
+
+    A further sequence in the batch is priced as a token of a prompt: its weights are read already.
+    """
+    token, step = pace
+    return workload.batch * workload.prompt * token + workload.new * (step + (workload.batch - 1) * token)
+
+
+def middle(values: Sequence[float]) -> tuple[float, float, float] | None:
+    """(lower quartile, median, upper quartile) of `values`, interpolated linearly; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    ordered = sorted(values)
+
+    def at(share: float) -> float:
+        place = share * (len(ordered) - 1)
+        low = math.floor(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    return at(0.25), median(ordered), at(0.75)
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """torch on `count` threads for as long as the context lasts; as many as it has for None."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _tokens(model: Model, count: int) -> Tensor:
+    """`count` ids [1, count] that every vocabulary has."""
+    return (torch.arange(count, device=model.device) % min(97, model.config.vocab_size))[None]
+
+
+def _next_logits(model: Model, tokens: Tensor, cache: Any) -> Tensor:
+    """What it takes to choose the token after `tokens` [B, T]."""
     return model.logits(model.hidden(tokens, cache)[:, -1])
 
 
-def _affordable_prompt(model: Model, tokens: Tensor, seconds: float) -> int:
-    """How many of `tokens` [1, T] to time: T, or T / 4 or T / 16 if two prefills of more do not fit into `seconds`."""
-    length = tokens.shape[1] // 16
-    while length < tokens.shape[1]:
-        taken = round_robin([partial(_next_logits, model, tokens[:, :length])], 1, 0.0, model.device)[0][0]
-        if 2 * taken > seconds:
+def _affordable_prompt(model: Model, seconds: float) -> int:
+    """SHORT_PROMPT, or a quarter or a sixteenth of it, so that SHORT_RUNS prefills fit into about `seconds`."""
+    length = SHORT_PROMPT // 16
+    while length < SHORT_PROMPT:
+        if SHORT_RUNS * run(model, Workload(1, length, 1))[0] > seconds:
             break
         length *= 4
     return length
-
-
-def round_robin(
-    actions: Sequence[Callable[[], Any]], repetitions: int, seconds: float, device: torch.device
-) -> list[list[float]]:
-    """Seconds of every run of every action, in turn: `repetitions` rounds, or fewer once `seconds` are up, but one."""
-    times: list[list[float]] = [[] for _ in actions]
-    deadline = perf_counter() + seconds
-    for _ in range(repetitions):
-        for action, taken in zip(actions, times, strict=True):
-            _wait(device)
-            start = perf_counter()
-            action()
-            _wait(device)
-            taken.append(perf_counter() - start)
-        if perf_counter() >= deadline:
-            break
-    return times
 
 
 def _wait(device: torch.device) -> None:
     """Until the device has done what it was given. A CPU has when a call returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a large copy moves on `device`, reads and writes together: the median of five."""
-    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
-    target = source.clone()
-    return 2 * COPY_BYTES / median(round_robin([partial(target.copy_, source)], 5, 5.0, device)[0])
-
-
-def speed_rows(
-    paces: Sequence[Pace], bytes_per_token: int, bandwidth: float, characters_per_token: float | None
-) -> list[dict[str, Any]]:
-    """The report's `speed` but for kernels, from the pace of the compressed model and, second, of a baseline.
-
-    gbs: weights read per second of decoding, `bytes_per_token` for each token; prefill reuses weights, so it has none.
-    """
-    rows = []
-    for phase, new in (("prefill", 0), ("decode", paces[0].steps)):
-        rates = [pace.prompt / pace.prefill if phase == "prefill" else 1 / pace.decode for pace in paces]
-        moved = bytes_per_token * rates[0] if phase == "decode" else None
-        rows.append(
-            {
-                "phase": phase,
-                "batch": 1,
-                "prompt": paces[0].prompt,
-                "new": new,
-                "tokens_per_s": rates[0],
-                "tokens_per_s_baseline": rates[1] if len(rates) > 1 else None,
-                "chars_per_s": rates[0] * characters_per_token if characters_per_token else None,
-                "gbs": moved / 1e9 if moved else None,
-                "bandwidth_share": moved / bandwidth if moved else None,
-            }
-        )
-    return rows

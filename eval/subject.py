@@ -11,7 +11,7 @@ from compress.checkpoint.manifest import Manifest
 from compress.checkpoint.quantization_config import stored_schemes
 from compress.checkpoint.tokenizer import load_tokenizer
 from compress.formats.scheme import Scheme
-from compress.runtime.load import Model, load_model
+from compress.runtime.load import DEFAULT, Execution, Model, load_model
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ def open_stored(folder: Path) -> Stored:
     return Stored(checkpoint, stored_schemes(checkpoint), read_manifest(checkpoint))
 
 
-def open_subject(folder: Path, device: str) -> Subject:
+def open_subject(folder: Path, device: str, execution: Execution = DEFAULT) -> Subject:
     """Load the checkpoint in `folder` onto `device`. Raises InputError for a folder that is broken or cannot be run."""
     stored = open_stored(folder)
-    return Subject(stored, load_model(stored.checkpoint, device), load_tokenizer(folder))
+    return Subject(stored, load_model(stored.checkpoint, device, execution=execution), load_tokenizer(folder))
 
 
 def read_manifest(checkpoint: Checkpoint) -> Manifest | None:

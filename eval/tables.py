@@ -67,6 +67,7 @@ def report_tables(report: Mapping[str, Any]) -> list[Table]:
     tables = [
         gate_table(report),
         quality_table(report),
+        cost_table(report["costs"]),
         size_table(report),
         speed_table(report),
         kind_table(report["layers"]),
@@ -110,6 +111,27 @@ def quality_table(report: Mapping[str, Any]) -> Table:
     return Table("Quality", ("", "measured"), tuple(rows), note)
 
 
+def cost_table(costs: Sequence[Mapping[str, Any]]) -> Table:
+    """What the runtime rounds beyond the checkpoint's scheme, each against the same checkpoint without it."""
+    rows = tuple(
+        (
+            row["name"],
+            number(row["kl_mean"]),
+            number(row["kl_p99"]),
+            percent(row["top1_agreement"]),
+            measured(row["ppl_ratio"], row["ppl_ratio_stderr"]),
+        )
+        for row in costs
+    )
+    columns = ("rounded at run time", "KL mean", "KL 99th percentile", "same most likely token", "perplexity ratio")
+    note = (
+        f"against this checkpoint without it, over {costs[0]['tokens']:,} tokens; part of what stands above"
+        if costs
+        else ""
+    )
+    return Table("Cost of the runtime", columns, rows, note)
+
+
 KL_ROWS = (("mean", "kl_mean"), ("median", "kl_median"), ("99th percentile", "kl_p99"), ("largest", "kl_max"))
 
 
@@ -130,20 +152,48 @@ def size_table(report: Mapping[str, Any]) -> Table:
 
 
 def speed_table(report: Mapping[str, Any]) -> Table:
-    host = report["host"]
-    rows = []
-    for row in report["speed"]:
-        speedup = row["tokens_per_s"] / row["tokens_per_s_baseline"] if row["tokens_per_s_baseline"] else None
-        rates = (rate(row[key]) for key in ("tokens_per_s", "tokens_per_s_baseline"))
-        moved = (number(row["gbs"], ".3g"), percent(row["bandwidth_share"]))
-        rows.append((row["phase"], *rates, times(speedup), rate(row["chars_per_s"]), *moved))
-    columns = ("phase", "tokens/s", "baseline", "speedup", "chars/s", "GB/s", "of memory")
-    kernels = {name: kernel for row in report["speed"] for name, kernel in (row["kernel"] or {}).items()}
-    ran = "; ".join(f"{name} by {kernel}" for name, kernel in kernels.items()) or "no packed weights"
-    prompt = f"batch 1, prompt of {report['speed'][0]['prompt']} tokens" if rows else ""
-    machine = f"{host['threads']} threads, {host['gpu'] or host['cpu']}"
-    bandwidth = f"memory {number(host['memory_bandwidth_gbs'], '.3g')} GB/s"
-    return Table("Speed", columns, tuple(rows), f"{prompt}; {machine}, {bandwidth}; {ran}")
+    """One row per phase and batch size. Columns that no row has a figure for are left out."""
+    speed, host = report["speed"], report["host"]
+    columns = {
+        "phase": [row["phase"] for row in speed],
+        "batch": [number(row["batch"]) for row in speed],
+        "tokens/s": [rate(row["tokens_per_s"]) for row in speed],
+        "IQR": [number(relative_spread(row), ".0%") for row in speed],
+        "baseline": [rate(row["tokens_per_s_baseline"]) for row in speed],
+        "speedup": [times(_speedup(row)) for row in speed],
+        "chars/s": [rate(row["chars_per_s"]) for row in speed],
+        "GB/s": [number(row["gbs"], ".3g") for row in speed],
+        "of memory": [percent(row["bandwidth_share"]) for row in speed],
+        "s": [number(row["seconds"], ".3g") for row in speed],
+    }
+    if not speed:
+        return Table("Speed", tuple(columns), ())
+    shown = {name: cells for name, cells in columns.items() if any(cell != NOT_MEASURED for cell in cells)}
+    new = max(row["new"] or 0 for row in speed)
+    runs = f", medians of {speed[0]['runs']} runs in turn" if speed[0]["runs"] else ""
+    threads = f"{host['threads']} thread{'' if host['threads'] == 1 else 's'}"
+    machine = f"{threads}, {host['gpu'] or host['cpu']}"
+    bandwidth = f"memory is read at {number(host['memory_bandwidth_gbs'], '.3g')} GB/s"
+    told = [f"prompt of {speed[0]['prompt']} tokens, {new} new{runs}", f"{machine}, {bandwidth}"]
+    told += [kernel_note(speed, "kernel") or "no packed weights"]
+    told += [f"baseline: {note}" for note in [kernel_note(speed, "kernel_baseline")] if note]
+    return Table("Speed", tuple(shown), tuple(zip(*shown.values(), strict=True)), "; ".join(told))
+
+
+def relative_spread(row: Mapping[str, Any]) -> float | None:
+    """Interquartile range over median of a speed row's tokens per second."""
+    spread = row["tokens_per_s_iqr"]
+    return (spread[1] - spread[0]) / row["tokens_per_s"] if spread else None
+
+
+def _speedup(row: Mapping[str, Any]) -> float | None:
+    return row["tokens_per_s"] / row["tokens_per_s_baseline"] if row["tokens_per_s_baseline"] else None
+
+
+def kernel_note(speed: Sequence[Mapping[str, Any]], key: str) -> str:
+    """Which kernels multiplied which formats."""
+    kernels = {name: kernel for row in speed for name, kernel in (row[key] or {}).items()}
+    return ", ".join(f"{name} by {kernel}" for name, kernel in kernels.items())
 
 
 def layer_kind(name: str) -> tuple[int, str]:

@@ -46,7 +46,9 @@ SPLIT = {
     "resident": "pipeline",
 }
 # What the run side may only import inside a function: a loaded model needs none of them.
-HEAVY = ("transformers", "typer", "datasets", "accelerate", "lm_eval", "matplotlib")
+HEAVY = ("transformers", "typer", "datasets", "accelerate", "lm_eval", "matplotlib", "triton")
+# Written in Triton, and imported only to be compiled or interpreted.
+DEVICE_CODE = tuple(f"compress.kernels.triton.{name}" for name in ("paged_attention", "w4a16", "w8a8"))
 
 SOURCES = package_sources()
 KNOWN = frozenset(source.module for source in SOURCES)
@@ -75,13 +77,20 @@ def complaints(source: Source) -> list[str]:
                 found.append(f"{place}: {target} does not lie below {part}")
             if side == "run" and PARTS[target][1] == "compress":
                 found.append(f"{place}: the run side may not see the compress side")
-        if side == "run" and not item.deferred and item.module.partition(".")[0] in HEAVY:
+        heavy = set(HEAVY) - ({"triton"} if source.module in DEVICE_CODE else set())
+        if side == "run" and not item.deferred and item.module.partition(".")[0] in heavy:
             found.append(f"{place}: heavy imports belong inside functions on the run side")
+        if item.module in DEVICE_CODE:
+            found.append(f"{place}: device code is found by the name of its variant, where it is compiled")
     return found
 
 
 def test_every_file_has_a_place() -> None:
     assert {part_of(module) for module in KNOWN} - {""} <= set(PARTS)
+
+
+def test_no_device_code_is_a_leftover() -> None:
+    assert set(DEVICE_CODE) <= KNOWN
 
 
 def test_no_part_is_a_leftover() -> None:
@@ -101,6 +110,9 @@ def test_imports_go_down() -> None:
         ("compress.quantize.rtn", "import compress.transform.awq", 1),
         ("compress.runtime.load", "def f():\n    import transformers", 0),
         ("compress.runtime.load", "import transformers.models", 1),
+        ("compress.kernels.aot", "import triton", 1),
+        ("compress.kernels.triton.w4a16", "import triton.language as tl", 0),
+        ("compress.kernels.aot", "def f():\n    from compress.kernels.triton import w4a16", 1),
         ("compress.eval.run", "from compress.methods import find", 1),
         ("compress.eval.run", "from ..runtime import load", 1),
         ("compress.plan", "from compress.assignment import assign", 0),
@@ -111,6 +123,9 @@ def test_imports_go_down() -> None:
         "sideways",
         "heavy in a function",
         "heavy at the top",
+        "Triton at the top",
+        "Triton in device code",
+        "device code",
         "across",
         "relative",
         "split",

@@ -16,9 +16,10 @@ from compress.checkpoint.reader import open_checkpoint
 from compress.errors import InputError
 from compress.pipeline import RunOptions, prepare, run
 from compress.recipe import Recipe, parse
-from compress.runtime.load import load_model
+from compress.runtime.load import Execution, load_model
 from tests.tiny import write_model
 
+REFERENCE = Execution("reference")  # what transformers computes, to the last tie
 IDS = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(5))
 
 
@@ -61,7 +62,7 @@ def test_output_loads_in_transformers_and_here_alike(
     assert outcome.manifest.fallbacks == []
     manifest.check(outcome.manifest, open_checkpoint(output))
     theirs = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
-    mine = load_model(output)
+    mine = load_model(output, execution=REFERENCE)
     with torch.no_grad():
         expected = theirs(IDS).logits
     logits = mine.logits(mine.hidden(IDS))
@@ -170,7 +171,7 @@ def test_output_layer_on_the_grid(tiny_llama: Path, tiny_text: Path, tmp_path: P
     run(recipe(tiny_llama, tmp_path / "out", tiny_text, quantize(), head), RunOptions(), Silent())
     tensors = open_checkpoint(tmp_path / "out").tensors
     assert "lm_head.weight_packed" in tensors and "lm_head.weight" not in tensors
-    mine = load_model(tmp_path / "out")
+    mine = load_model(tmp_path / "out", execution=REFERENCE)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
         expected = theirs(IDS).logits

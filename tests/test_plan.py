@@ -17,6 +17,7 @@ from torch import Tensor
 from compress.assignment import assign
 from compress.checkpoint import open_checkpoint
 from compress.errors import InputError
+from compress.kernels.cpu import build
 from compress.model import build_skeleton
 from compress.plan import PROCESS_BYTES, Plan, make_plan
 from compress.recipe import parse
@@ -126,8 +127,10 @@ def test_memory_counts_the_hessians_of_transforms(tiny_llama: Path) -> None:
     assert behind.peak_memory - alone.peak_memory == hessians + solver + 4 * 2 * 64
 
 
-def test_rows_name_the_kernel_that_would_run(tiny_llama: Path) -> None:
-    assert {row.scheme: row.kernel for row in planned(tiny_llama, RTN).rows} == {"": "", "W8A16 g32": "reference"}
+def test_rows_name_the_kernel_that_would_run(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for choice, name in ((build.supported()[-1], f"cpu-{build.supported()[-1]}"), ("none", "reference")):
+        monkeypatch.setenv("LMPRESS_CPU_VARIANT", choice)
+        assert {row.scheme: row.kernel for row in planned(tiny_llama, RTN).rows} == {"": "", "W8A16 g32": name}
 
 
 def test_sequences_beyond_the_models_positions_are_noted(tiny_llama: Path) -> None:

@@ -2,8 +2,9 @@
 
 They run in order in one scratch folder where `build/demo/model` is a tiny random model laid out as the demo model is:
 128 wide, so that every group size fits, with texts/web.txt and texts/wiki.txt. Nothing in a command is rewritten; `run`
-and `quantize` get options behind them that shorten calibration and evaluation. Of the shell blocks only lines that
-begin with `lmpress` are run. A gate may fail on a random model, so exit code 3 passes where a gate is given.
+and `quantize` get options behind them that shorten calibration and evaluation, `bench` such that shorten its runs. Of
+the shell blocks only lines that begin with `lmpress` are run. A gate may fail on a random model, so exit code 3 passes
+where a gate is given.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from tests.command import SMALL, lmpress, settings
 from tests.tiny import write_model, write_text
 
 README = Path(__file__).parent.parent / "README.md"
+SHORTER = {
+    "run": settings(*SMALL),
+    "quantize": settings(*SMALL),
+    "bench": ["--prompt", "16", "--new", "4", "--repeat", "2", "--allow-fallback"],
+}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -58,7 +64,7 @@ def test_readme_runs(scratch: Path) -> None:
     for language, text in blocks():
         if language in ("console", "bash", "sh"):
             for words in commands(text):
-                short = settings(*SMALL) if words[0] in ("run", "quantize") else []
+                short = SHORTER.get(words[0], [])
                 done = lmpress(*words, *short)
                 gated = "--gate" in words or words[0] == "run"
                 assert done.code == 0 or (done.code == 3 and gated), f"{shlex.join(words)}: {done.err}"

@@ -12,7 +12,7 @@ import yaml
 from compress import methods
 from compress.errors import InputError
 from compress.formats.grid import Grid
-from compress.recipe import Recipe, json_schema, load, parse, shipped, to_yaml
+from compress.recipe import Recipe, Timed, json_schema, load, parse, shipped, to_yaml
 
 
 def document(**changes: Any) -> dict[str, Any]:
@@ -198,3 +198,15 @@ def test_a_threshold_of_outliers_reaches_the_scheme() -> None:
     recipe = parse({"version": 1, "stages": [stage]}, "recipe.yaml")
     assert recipe.stages[0].scheme is not None and recipe.stages[0].scheme.threshold == 2.5
     assert parse(recipe.resolved(), "again") == recipe
+
+
+def test_a_bench_is_optional_and_checked_key_by_key() -> None:
+    assert parse(document(), "r.yaml").evaluate.bench is None
+    data = document() | {"evaluate": {"bench": {}}}
+    assert parse(data, "r.yaml").evaluate.bench == Timed(batch=(1, 4), prompt=512, new=128, repeat=5)
+    recipe = parse(data, "r.yaml", ["evaluate.bench.batch=[1, 16]", "evaluate.bench.new=7"])
+    assert recipe.evaluate.bench == Timed(batch=(1, 16), new=7)
+    assert parse(recipe.resolved(), "r.yaml") == recipe
+    assert "field 'evaluate.bench.batch' is" in complaint(data, "evaluate.bench.batch=[]")
+    assert "evaluate.bench.batch" in complaint(data, "evaluate.bench.batch=[0]")
+    assert "did you mean 'prompt'" in complaint(data, "evaluate.bench.promt=3")

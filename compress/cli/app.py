@@ -16,8 +16,23 @@ from compress import __version__
 from compress.errors import InputError
 
 # In the order of the help page. Each is the function of the same name in compress/cli/<name>.py, dashes as underscores.
-VERBS = ("run", "quantize", "plan", "inspect", "compare", "eval", "generate", "list", "recipe", "demo-model", "doctor")
-RESUMABLE = ("run", "quantize")
+VERBS = (
+    "run",
+    "quantize",
+    "plan",
+    "inspect",
+    "compare",
+    "eval",
+    "bench",
+    "generate",
+    "export",
+    "kernels",
+    "list",
+    "recipe",
+    "demo-model",
+    "doctor",
+)
+RESUMABLE = ("run", "quantize", "export")
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import typer
@@ -13,6 +14,7 @@ import typer
 from compress import __version__
 from compress.cli.options import Json, emit
 from compress.demo_model import PACKAGES
+from compress.errors import InputError
 from compress.eval.host import installed
 
 REQUIRED = ("torch", "transformers", "safetensors", "datasets", "accelerate", "pydantic")
@@ -70,8 +72,29 @@ def _machine() -> list[Check]:
     vector = torch.backends.cpu.get_cpu_capability()
     return [
         *checks,
-        Check("CPU", f"{torch.get_num_threads()} threads, {vector}"),
+        Check("CPU", f"torch: {torch.get_num_threads()} threads, {vector}"),
+        *_native(),
         Check("GPU", ", ".join(gpus) or None, note="everything runs on the CPU"),
+    ]
+
+
+def _native() -> list[Check]:
+    """The native CPU kernels: compiler, instructions, library (built here if it is not yet), threads."""
+    from compress.kernels.cpu import build, threads
+
+    def told(name: str, found: Callable[[], str]) -> Check:
+        try:
+            return Check(name, found())
+        except build.Unavailable as reason:
+            return Check(name, None, note=f"layers run on torch ops, slower: {reason}")
+        except InputError as mistake:
+            return Check(name, None, ok=False, note=str(mistake))
+
+    return [
+        told("C++ compiler", lambda: build.compiler().version),
+        told("CPU kernels", lambda: f"{build.choose()} (this processor runs {', '.join(build.supported())})"),
+        told("CPU library", lambda: str(build.compile_library(build.choose()))),
+        Check("CPU kernel threads", str(threads.available_threads())),
     ]
 
 

@@ -39,13 +39,15 @@ def execute(recipe: Recipe, options: RunOptions, as_json: bool) -> None:
 
 
 def evaluation(recipe: Recipe, device: str) -> Request | None:
-    """What the recipe wants measured, or None. Raises InputError for gates and texts that cannot be."""
+    """What the recipe wants measured, or None. Raises InputError for gates, texts and lengths that cannot be."""
     from compress.eval.gates import parse_gate
     from compress.eval.run import Request
+    from compress.eval.speed import Bench
+    from compress.eval.timing import refuse_too_long
     from compress.pipeline import pick_device
 
     wanted = recipe.evaluate
-    if recipe.output is None or recipe.model is None or not (wanted.text or wanted.gates):
+    if recipe.output is None or recipe.model is None or not (wanted.text or wanted.gates or wanted.bench):
         return None
     for gate in wanted.gates:
         parse_gate(gate)
@@ -53,6 +55,10 @@ def evaluation(recipe: Recipe, device: str) -> Request | None:
     for text in texts:
         if not text.is_file():
             raise InputError(f"recipe: field 'evaluate.text' is {str(text)!r}: no such file", USAGE)
+    timed = wanted.bench
+    bench = Bench(tuple(sorted(set(timed.batch))), timed.prompt, timed.new, timed.repeat) if timed else None
+    if bench is not None:
+        refuse_too_long(Path(recipe.model), bench)
     return Request(
         checkpoint=Path(recipe.output),
         baseline=Path(recipe.model),
@@ -61,6 +67,7 @@ def evaluation(recipe: Recipe, device: str) -> Request | None:
         limit=wanted.tokens,
         gates=wanted.gates,
         device=str(pick_device(device)),
+        bench=bench,
     )
 
 

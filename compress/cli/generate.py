@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from compress.cli.options import Device, Json, emit
+from compress.cli.options import Device, Json, KernelChoice, Kernels, KvCache, Threads, emit
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,12 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the tokenizer's chat template.")] = False,
     dtype: Annotated[Precision, typer.Option(help="Type to compute in.")] = Precision.float32,
+    kv_cache: KvCache = None,
+    threads: Threads = None,
+    kernels: Kernels = KernelChoice.auto,
+    trust_kernels: Annotated[
+        bool, typer.Option("--trust-kernels", help="Run GPU kernels that came with the checkpoint.")
+    ] = False,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
@@ -44,12 +50,13 @@ def generate(
     from compress.checkpoint.tokenizer import load_tokenizer
     from compress.pipeline import pick_device
     from compress.runtime import generate as generation
-    from compress.runtime.load import load_model
+    from compress.runtime.load import Execution, load_model
 
     sampling = generation.Sampling(temperature, top_k, top_p, seed)
     tokenizer = load_tokenizer(checkpoint)
     ids = prompt_ids(tokenizer, prompt, chat)
-    model = load_model(checkpoint, pick_device(device), getattr(torch, dtype.value))
+    execution = Execution(kernels, kv_cache, threads, trust_kernels)
+    model = load_model(checkpoint, pick_device(device), getattr(torch, dtype.value), execution)
     context = model.config.context_length
     if len(ids) + max_new > context:
         logger.warning("%d tokens may be reached, and the model was made for %d", len(ids) + max_new, context)
@@ -68,6 +75,7 @@ def generate(
                 "model": str(checkpoint),
                 "engine": model.engine,
                 "notes": model.notes,
+                "fallbacks": model.fallbacks,
                 "kernels": dict(Counter(model.kernels.values())),
                 "prompt_tokens": len(ids),
                 "new_tokens": len(new),

@@ -92,20 +92,32 @@ def _formats() -> builtins.list[dict[str, object]]:
 
 
 def _kernels() -> builtins.list[dict[str, object]]:
-    import torch
-
     from compress.formats import FORMATS
-    from compress.kernels.pick import KERNELS
+    from compress.kernels import cuda, reference
+    from compress.kernels.build import HOST, unavailable
+    from compress.kernels.cpu import kernel as cpu
+    from compress.kernels.driver import unavailable as not_launched
     from compress.methods import summary
 
+    # In the order in which they are tried; a reason where one cannot be had here.
+    here = {"cpu": unavailable(HOST), "cuda": not_launched() or _without_gpu(), "reference": None}
+    devices = {"cpu": "CPU", "cuda": "NVIDIA GPU", "reference": "any"}
     return [
         {
-            "name": kernel.NAME,
-            "formats": [name for name in FORMATS if kernel.refuses(name, torch.device("cpu")) is None],
-            "about": summary(kernel),
+            "name": name,
+            "runs_on": devices[name],
+            "formats": builtins.list(FORMATS),
+            "here": here[name] or "yes",
+            "about": summary(module),
         }
-        for kernel in KERNELS
+        for name, module in {"cpu": cpu, "cuda": cuda, "reference": reference}.items()
     ]
+
+
+def _without_gpu() -> str | None:
+    import torch
+
+    return None if torch.cuda.is_available() else "no GPU"
 
 
 def _recipes() -> builtins.list[dict[str, object]]:

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 import json
 import sys
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
+
+
+class CacheType(StrEnum):
+    """What the native runtime can keep keys and values in."""
+
+    f32 = "f32"
+    bf16 = "bf16"
+    int8 = "int8"
+
+
+class KernelChoice(StrEnum):
+    """Which kernels may run."""
+
+    auto = "auto"
+    reference = "reference"
+
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; everything else goes to stderr.")]
 RecipeFile = Annotated[
@@ -24,6 +41,14 @@ Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Restart = Annotated[bool, typer.Option("--restart", help="Drop what an earlier run left in the output folder.")]
 DequantizeFlag = Annotated[
     bool, typer.Option("--dequantize", help="Accept a model that is quantized already, as the weights it stands for.")
+]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; by default all there are.")]
+KvCache = Annotated[
+    CacheType | None,
+    typer.Option("--kv-cache", help="Type of cached keys and values; by default what the checkpoint's recipe says."),
+]
+Kernels = Annotated[
+    KernelChoice, typer.Option("--kernels", help="reference: plain torch, without int8 activations in W4A16 and W8A16.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop.")]
 

@@ -52,9 +52,9 @@ class Prepared:
     counts: Tensor | None = None
 
 
-def refuses(format_name: str, device: torch.device) -> str | None:
-    """The reason why weights stored as `format_name` cannot be multiplied on `device`, or None."""
-    return None if format_name in FORMATS else "unknown format"
+def refuses(scheme: Scheme, device: torch.device) -> str | None:
+    """The reason why weights of `scheme` cannot be multiplied on `device`, or None."""
+    return None if scheme.format in FORMATS else "unknown format"
 
 
 def prepare(tensors: dict[str, Tensor], scheme: Scheme, device: torch.device) -> Prepared:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from compress.formats import format_named, int8_outlier
 from compress.formats.grid import TensorSpec
 from compress.formats.scheme import Scheme
 from compress.kernels import Kernel
-from compress.kernels.pick import pick
+from compress.kernels.pick import KERNELS, pick
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -42,28 +43,36 @@ def schemes_of(checkpoint: Checkpoint, network: nn.Module) -> dict[str, Scheme]:
     return parse(checkpoint.config, [name for name, module in network.named_modules() if isinstance(module, nn.Linear)])
 
 
-def assign(
-    network: nn.Module, checkpoint: Checkpoint, schemes: Mapping[str, Scheme], device: torch.device, dtype: torch.dtype
-) -> None:
+@dataclass(frozen=True)
+class Target:
+    """Where a network goes: its device, the dtype it computes in, and the kernels it may use, best first."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kernels: Sequence[Kernel] = KERNELS
+
+
+def assign(network: nn.Module, checkpoint: Checkpoint, schemes: Mapping[str, Scheme], target: Target) -> None:
     """Give every parameter of `network` (on meta) its tensor, and swap the modules named in `schemes` for packed ones.
 
-    Floating-point tensors are converted to `dtype`, one at a time; packed ones are taken as they are. Parameters that
-    `network` shares stay shared, unless the checkpoint stores different values under their names. Raises InputError for
-    a tensor that is missing, belongs nowhere, or has another shape or dtype than config.json asks for.
+    Floating-point tensors are converted to the target's dtype, one at a time; packed ones are taken as they are.
+    Parameters that `network` shares stay shared, unless the checkpoint stores different values under their names.
+    Raises InputError for a tensor that is missing, belongs nowhere, or has another shape or dtype than config.json asks
+    for.
     """
     packed = {module: _packed_specs(network, checkpoint, module, scheme) for module, scheme in schemes.items()}
     shared = _shared_names(network, {f"{module}.weight" for module in schemes})
     _check(network, checkpoint, packed, shared)
     for names in shared:
         stored = [name for name in names if name in checkpoint.tensors]
-        tensors = [_place(checkpoint.read(name), device, dtype) for name in stored]
+        tensors = [_place(checkpoint.read(name), target) for name in stored]
         one = all(torch.equal(tensors[0], other) for other in tensors[1:])
         for name in names:
             _set(network, name, tensors[0] if one else tensors[stored.index(name)])
     for module, specs in packed.items():
         tensors_by_suffix = {suffix: checkpoint.read(f"{module}.{suffix}") for suffix in specs}
         _check_values(checkpoint, module, linear_named(network, module).weight.shape, tensors_by_suffix)
-        _swap(network, module, schemes[module], tensors_by_suffix, device)
+        _swap(network, module, schemes[module], tensors_by_suffix, target)
 
 
 def linear_named(network: nn.Module, module: str) -> nn.Linear:
@@ -139,8 +148,8 @@ def _check_values(checkpoint: Checkpoint, module: str, shape: torch.Size, tensor
             )
 
 
-def _place(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+def _place(tensor: Tensor, target: Target) -> Tensor:
+    return tensor.to(target.device, target.dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 def _set(network: nn.Module, name: str, tensor: Tensor) -> None:
@@ -152,7 +161,7 @@ def _set(network: nn.Module, name: str, tensor: Tensor) -> None:
         setattr(owner, leaf, tensor)
 
 
-def _swap(network: nn.Module, module: str, scheme: Scheme, tensors: dict[str, Tensor], device: torch.device) -> None:
-    kernel = pick(scheme.format, device)
-    packed = PackedLinear(kernel, kernel.prepare(tensors, scheme, device), linear_named(network, module).bias)
+def _swap(network: nn.Module, module: str, scheme: Scheme, tensors: dict[str, Tensor], target: Target) -> None:
+    kernel = pick(scheme, target.device, target.kernels)
+    packed = PackedLinear(kernel, kernel.prepare(tensors, scheme, target.device), linear_named(network, module).bias)
     network.set_submodule(module, packed)

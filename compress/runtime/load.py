@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,11 +13,20 @@ from torch import Tensor, nn
 
 from compress.architecture import Dimensions
 from compress.checkpoint import Checkpoint, manifest, open_checkpoint
-from compress.errors import InputError
+from compress.errors import USAGE, InputError
+from compress.formats.scheme import Scheme
+from compress.kernels import Kernel, reference_int8
+from compress.kernels.cpu.build import Unavailable
+from compress.kernels.cpu.kernel import CpuKernel
+from compress.kernels.cuda import CudaKernel
+from compress.kernels.pick import KERNELS, cpu_kernel
+from compress.runtime import native as native_decoder
 from compress.runtime import transformers_engine
-from compress.runtime.assign import PackedLinear, assign, schemes_of
+from compress.runtime.assign import PackedLinear, Target, assign, schemes_of
 from compress.runtime.config import ModelConfig, Unsupported, read_config
 from compress.runtime.decoder import Decoder
+from compress.runtime.native import NativeDecoder
+from compress.runtime.panel_cache import CACHE_TYPES
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +45,8 @@ class Network(Protocol):
 class Model:
     """A loaded model. `engine` is "lmpress" or "transformers"; `notes` say what a report must not leave out.
 
-    kernels: the kernel that multiplies each packed linear layer, by module name.
+    linears: its linear layers whose weight stays packed, by module name. fallbacks: {"name", "reason"} of what was
+    asked to run natively and does not.
     """
 
     folder: Path
@@ -43,11 +54,14 @@ class Model:
     engine: str
     network: Network
     device: torch.device
+    linears: dict[str, PackedLinear] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    fallbacks: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def kernels(self) -> dict[str, str]:
-        return {name: linear.kernel.NAME for name, linear in self._packed().items()}
+        """The kernel that multiplies each packed linear layer, by module name."""
+        return {name: linear.kernel.NAME for name, linear in self.linears.items()}
 
     @torch.inference_mode()
     def hidden(self, tokens: Tensor, cache: Any = None) -> Tensor:
@@ -76,12 +90,26 @@ class Model:
 
     def outlier_misses(self) -> dict[str, tuple[int, int]]:
         """Per layer with outlier columns: activations over the threshold outside them, and activations seen so far."""
-        counts = {name: linear.kernel.outlier_counts(linear.prepared) for name, linear in self._packed().items()}
+        counts = {name: linear.kernel.outlier_counts(linear.prepared) for name, linear in self.linears.items()}
         return {name: count for name, count in counts.items() if count is not None}
 
-    def _packed(self) -> dict[str, PackedLinear]:
-        assert isinstance(self.network, nn.Module)
-        return {name: module for name, module in self.network.named_modules() if isinstance(module, PackedLinear)}
+
+@dataclass(frozen=True)
+class Execution:
+    """How a model is run. kernels: "auto" (the fastest there are), or plain torch: "reference", or "reference-int8",
+    which rounds activations as the CPU kernel does.
+
+    kv_cache: "f32", "bf16" or "int8", by default what the checkpoint's recipe says; threads: of the native kernels, by
+    default all that the process may use. trust_kernels: run GPU kernels of the checkpoint that were built elsewhere.
+    """
+
+    kernels: str = "auto"
+    kv_cache: str | None = None
+    threads: int | None = None
+    trust_kernels: bool = False
+
+
+DEFAULT = Execution()
 
 
 def known_config(checkpoint: Checkpoint) -> ModelConfig | Unsupported:
@@ -93,23 +121,85 @@ def known_config(checkpoint: Checkpoint) -> ModelConfig | Unsupported:
 
 
 def load_model(
-    folder: Path | Checkpoint, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    folder: Path | Checkpoint,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    execution: Execution = DEFAULT,
 ) -> Model:
     """Load the checkpoint in `folder` (or opened already), quantized or not, to compute in `dtype` on `device`.
 
     Packed weights stay packed. Raises InputError for a checkpoint that is damaged, not understood or not complete.
     """
     checkpoint = folder if isinstance(folder, Checkpoint) else open_checkpoint(Path(folder))
-    if (checkpoint.folder / manifest.NAME).exists():
-        manifest.check(manifest.read(checkpoint.folder), checkpoint)
+    kv_cache = execution.kv_cache or _checked_cache_type(checkpoint)
     device = torch.device(device)
+    native, reason = _native_kernel(execution, device, dtype)
+    plain = (reference_int8,) if execution.kernels == reference_int8.NAME else KERNELS
+    best: Kernel | None = native
+    if device.type == "cuda" and execution.kernels == "auto":
+        best = CudaKernel(dtype, checkpoint.folder, execution.trust_kernels)
+    target = Target(device, dtype, (best, *plain) if best else plain)
+    fallbacks = [{"name": "native kernels", "reason": reason}] if reason else []
     config = known_config(checkpoint)
     if isinstance(config, Unsupported):
         note = f"runs through transformers, not the bundled decoder: {config}"
         logger.warning("%s: %s", checkpoint.folder, note)
-        network, dimensions = transformers_engine.build(checkpoint, device, dtype)
-        return Model(checkpoint.folder, dimensions, "transformers", network, device, [note])
+        network, dimensions = transformers_engine.build(checkpoint, target)
+        return Model(
+            checkpoint.folder, dimensions, "transformers", network, device, _packed(network), [note], fallbacks
+        )
     with torch.device("meta"):
         decoder = Decoder(config)
-    assign(decoder, checkpoint, schemes_of(checkpoint, decoder), device, dtype)
-    return Model(checkpoint.folder, config, "lmpress", decoder.eval(), device)
+    schemes = schemes_of(checkpoint, decoder)
+    assign(decoder, checkpoint, schemes, target)
+    fallbacks += _refusals(best, schemes.values(), device)
+    decoder.eval()
+    if native is not None:
+        reason = native_decoder.refuses(decoder)
+        if reason is None:
+            fast = NativeDecoder(decoder, native, kv_cache)
+            return Model(checkpoint.folder, config, "lmpress", fast, device, _packed(decoder))
+        fallbacks.append({"name": "native decoder", "reason": reason})
+    if kv_cache != "f32":
+        needs = f"{kv_cache!r} needs the native decoder on the CPU in float32"
+        if execution.kv_cache is not None:
+            raise InputError(f"kv_cache: {needs}: use 'f32'", USAGE)
+        fallbacks.append({"name": "kv_cache", "reason": f"{needs}: kept in the dtype that the model computes in"})
+    for told in fallbacks:
+        logger.warning("%s: %s: %s: runs on torch operations, slower", checkpoint.folder, told["name"], told["reason"])
+    return Model(checkpoint.folder, config, "lmpress", decoder, device, _packed(decoder), fallbacks=fallbacks)
+
+
+def _checked_cache_type(checkpoint: Checkpoint) -> str:
+    """The cache type that the checkpoint's recipe asks for, once its manifest has been found to fit it."""
+    if not (checkpoint.folder / manifest.NAME).exists():
+        return "f32"
+    told = manifest.read(checkpoint.folder)
+    manifest.check(told, checkpoint)
+    kv_cache = told.recipe.get("export", {}).get("kv_cache", "f32")
+    if kv_cache not in CACHE_TYPES:
+        file = checkpoint.folder / manifest.NAME
+        raise InputError(f"{file}: field 'recipe.export.kv_cache' is {kv_cache!r}: compress the model again")
+    return kv_cache
+
+
+def _native_kernel(
+    execution: Execution, device: torch.device, dtype: torch.dtype
+) -> tuple[CpuKernel | None, str | None]:
+    """The native kernel where it was asked for and can run, else the reason if it was."""
+    if execution.kernels != "auto" or device.type != "cpu" or dtype != torch.float32:
+        return None, None
+    try:
+        return cpu_kernel(execution.threads), None
+    except Unavailable as error:
+        return None, str(error)
+
+
+def _refusals(best: Kernel | None, schemes: Iterable[Scheme], device: torch.device) -> list[dict[str, str]]:
+    """Why the fastest kernel, where there is one, leaves layers to a slower one: a fallback for each reason."""
+    reasons = [best.refuses(scheme, device) for scheme in schemes] if best else []
+    return [{"name": f"{best.NAME} kernels", "reason": reason} for reason in dict.fromkeys(reasons) if best and reason]
+
+
+def _packed(network: nn.Module) -> dict[str, PackedLinear]:
+    return {name: module for name, module in network.named_modules() if isinstance(module, PackedLinear)}

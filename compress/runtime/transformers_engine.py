@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from compress.architecture import Dimensions, dimensions, empty_model, one_line
 from compress.checkpoint import Checkpoint
 from compress.errors import InputError
-from compress.runtime.assign import assign, schemes_of
+from compress.runtime.assign import Target, assign, schemes_of
 
 
 class TransformersNetwork(nn.Module):
@@ -49,23 +49,23 @@ class TransformersNetwork(nn.Module):
         return DynamicCache(config=self.model.config)
 
 
-def build(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> tuple[TransformersNetwork, Dimensions]:
+def build(checkpoint: Checkpoint, target: Target) -> tuple[TransformersNetwork, Dimensions]:
     """transformers' model for `checkpoint`. Packed weights stay packed.
 
     Raises InputError for an architecture that transformers does not know either.
     """
     if checkpoint.quantization is None:
-        model = _load(checkpoint.folder, dtype).to(device)
+        model = _load(checkpoint.folder, target.dtype).to(target.device)
     else:
         model = _empty(checkpoint.folder)
         try:
-            assign(model, checkpoint, schemes_of(checkpoint, model), device, dtype)
+            assign(model, checkpoint, schemes_of(checkpoint, model), target)
         except InputError as error:
             hint = "or export it as 'dense', since transformers regroups some architectures' tensors as it loads them"
             raise InputError(f"{error}, {hint}") from None
         for name, buffer in model.named_buffers():
             parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, buffer.to(device))
+            setattr(model.get_submodule(parent), leaf, buffer.to(target.device))
     return TransformersNetwork(model.eval()), dimensions(model.config)
 
 

@@ -24,11 +24,12 @@ def test_text_streams_and_json_holds_it(tiny_llama: Path) -> None:
     assert shown.err.startswith(f"7 + {len(new)} tokens in ")
     told = json.loads(lmpress(*arguments, "--json").out)
     assert told.pop("seconds") > 0
+    assert [name.partition("-")[0] for name in told.pop("kernels")] == ["cpu"]
     assert told == {
         "model": str(tiny_llama),
         "engine": "lmpress",
         "notes": [],
-        "kernels": {},
+        "fallbacks": [],
         "prompt_tokens": 7,
         "new_tokens": len(new),
         "text": want,

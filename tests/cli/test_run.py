@@ -194,3 +194,26 @@ def test_block_line_says_what_matters() -> None:
     line = block_line({"name": "b.0", "layers": layers[1:], "seconds": 0.5}, 10**9)
     assert line == "b.0: k_proj 28.0 dB | 3 dead channels | 2 outlier columns | FALLBACK: b.0.k_proj | 0.5 s | 1.00 GB"
     assert (resumed(0), resumed(1), resumed(3)) == ("", ", resumed behind block 0", ", resumed behind block 2")
+
+
+def test_a_bench_in_the_recipe_fills_rows_and_gates(recipe: str, tiny_llama: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    bench = settings("evaluate.bench={batch: [2, 1], prompt: 8, new: 2, repeat: 2}")
+    gates = settings("evaluate.gates=[decode_tokens_per_s > 0, decode_speedup > 1e9]")
+    done = run(recipe, tiny_llama, output, *bench, *gates)
+    assert done.code == 3 and "gate failed: decode_speedup > 1e9" in done.err
+    report = json.loads((output / "report.json").read_text())
+    assert [(row["batch"], row["phase"], row["runs"]) for row in report["speed"]] == [
+        (1, "prefill", 2),
+        (1, "decode", 2),
+        (2, "prefill", 2),
+        (2, "decode", 2),
+    ]
+    assert [gate["passed"] for gate in report["gates"]] == [True, False]
+
+
+def test_a_bench_beyond_the_context_is_refused_before_the_work(recipe: str, tiny_llama: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    done = run(recipe, tiny_llama, output, *settings("evaluate.bench={prompt: 512, new: 1}"))
+    assert (done.code, done.out) == (2, "") and "do not fit into the 512 tokens" in done.err
+    assert list(tmp_path.glob("out*")) == []

@@ -53,3 +53,44 @@ class ByteTokenizer:
         if add_special_tokens and self.start is not None:
             ids.insert(0, self.start)
         return {"input_ids": ids, "offset_mapping": spans} if return_offsets_mapping else {"input_ids": ids}
+
+
+class Clock:
+    """A clock that stands still until somebody moves it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def read(self) -> float:
+        return self.now
+
+
+class TimedModel:
+    """Computes nothing, and takes `token` seconds of `clock` per token of a prompt, or `step` for one token each.
+
+    log: takes a line per call: name, batch, a space, tokens.
+    """
+
+    def __init__(self, clock: Clock, token: float, step: float, log: list[str] | None = None, name: str = "") -> None:
+        self.clock, self.token, self.step, self.name = clock, token, step, name
+        self.log = [] if log is None else log
+        self.config = SimpleNamespace(vocab_size=50)
+        self.device = torch.device("cpu")
+        self.calls: list[tuple[int, int]] = []
+        self.caches: list[tuple[int, int]] = []
+
+    def hidden(self, tokens: Tensor, cache: Any) -> Tensor:
+        batch, count = tokens.shape
+        assert int(tokens.max()) < self.config.vocab_size
+        self.clock.now += self.step if count == 1 else self.token * batch * count
+        self.log.append(f"{self.name}{batch} {count}")
+        self.calls.append((count, len(cache)))
+        cache.extend([0] * count)
+        return torch.zeros(batch, count, 1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def new_cache(self, batch: int, capacity: int) -> list[int]:
+        self.caches.append((batch, capacity))
+        return []

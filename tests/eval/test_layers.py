@@ -14,6 +14,7 @@ from compress.eval.layers import kernels_by_format, layer_rows, logged_seconds
 from compress.eval.run import Request, evaluate
 from compress.eval.size import measure_size
 from compress.eval.subject import open_stored, open_subject
+from compress.runtime.load import Execution
 from tests.eval.compressed import compress_folder
 
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -24,10 +25,10 @@ def test_rows_join_manifest_and_runtime(packed: Path) -> None:
     stored, kernels = subject.stored, subject.model.kernels
     rows = layer_rows(stored, measure_size(stored.checkpoint, stored.schemes), kernels, {})
     assert [row["name"] for row in rows] == [name for name in stored.schemes]
-    assert {row["kernel"] for row in rows} == {"reference"}
+    assert {row["kernel"].partition("-")[0] for row in rows} == {"cpu"}
     assert all(row["method"] == "rtn" and row["error_db"] >= 20 for row in rows)
     assert all(row["bits_per_weight"] == pytest.approx(4.5, abs=0.07) for row in rows)
-    assert kernels_by_format(kernels, stored) == {"pack-quantized": "reference"}
+    assert kernels_by_format(kernels, stored) == {"pack-quantized": rows[0]["kernel"], "dense": rows[0]["kernel"]}
 
 
 def test_a_checkpoint_of_another_tool_gives_what_its_config_says(packed: Path, tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_missed_outliers_are_counted_on_the_text_alone(tiny_llama: Path, tiny_te
     found = {row["name"]: row["outlier_misses"] for row in report["layers"]}
     windows = 128 // 64
     assert all(miss["seen"] == windows * 63 * (128 if "down" in name else 64) for name, miss in found.items())
-    subject = open_subject(folder, "cpu")
+    subject = open_subject(folder, "cpu", Execution("reference"))
     name = "model.layers.0.mlp.down_proj"
     over: list[int] = []
     module = subject.model.network.get_submodule(name)  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ TOP = {
         "quality",
         "tasks",
     ),
-    *("recovery", "speed", "memory", "layers", "fallbacks", "skipped", "gates", "notes"),
+    *("recovery", "costs", "speed", "memory", "layers", "fallbacks", "skipped", "gates", "notes"),
 }
 SPEED = {
     *("phase", "batch", "prompt", "new", "tokens_per_s", "tokens_per_s_baseline", "chars_per_s", "gbs"),
@@ -77,7 +77,7 @@ def test_figures_are_flat_and_derived() -> None:
     report = build(
         {
             "size": {"bytes": 25, "bytes_baseline": 100},
-            "speed": [{"phase": "decode", "tokens_per_s": 30.0, "tokens_per_s_baseline": 20.0}],
+            "speed": [{"phase": "decode", "batch": 1, "tokens_per_s": 30.0, "tokens_per_s_baseline": 20.0}],
             "layers": [
                 {"error_db": 20.0, "outlier_misses": {"over": 2, "seen": 9}},
                 {"error_db": 15.0, "outlier_misses": {"over": 1, "seen": 9}},

@@ -1,0 +1,54 @@
+"""Weights as the C++ kernels want them: panels of 16 output rows side by side (source/linear.h draws the layout).
+
+N rows and K columns, both padded with zeros: N to a multiple of 16, K to a multiple of 8.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LANES = 16
+COLUMNS = 8  # what K is padded to
+
+
+def nibble_panels(q: Tensor) -> Tensor:
+    """Signed 4-bit integers, int8 [N, K], as uint8 [panels, K / 8, 16, 4]: of 8 columns the first 4 in low halves."""
+    q = _padded(q, COLUMNS)
+    unsigned = (q + 8).to(torch.uint8).view(-1, LANES, q.shape[1] // COLUMNS, 2, COLUMNS // 2)
+    return (unsigned[..., 0, :] | unsigned[..., 1, :] << 4).transpose(1, 2).contiguous()
+
+
+def byte_panels(q: Tensor) -> Tensor:
+    """Signed 8-bit integers, int8 [N, K], as uint8 [panels, K / 4, 16, 4], 128 added."""
+    q = _padded(q, COLUMNS)
+    unsigned = (q.view(torch.uint8) ^ 128).view(-1, LANES, q.shape[1] // 4, 4)
+    return unsigned.transpose(1, 2).contiguous()
+
+
+def column_panels(values: Tensor) -> Tensor:
+    """Any dtype [N, C] as [panels, C, 16]: dense weights, scales per group, zero points, outlier columns."""
+    values = _padded(values, 1)
+    return values.view(len(values) // LANES, LANES, values.shape[1]).transpose(1, 2).contiguous()
+
+
+def pair_panels(weight: Tensor) -> Tensor:
+    """bfloat16 [N, K] as [panels, K / 2, 16, 2]: the two columns of a row beside each other."""
+    weight = _padded(weight, COLUMNS)
+    return weight.view(-1, LANES, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+def narrowest(weight: Tensor) -> Tensor:
+    """`weight` in the first of bfloat16, float16 and float32 that holds every value exactly."""
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = weight.to(dtype)
+        if torch.equal(narrow.to(weight.dtype), weight):
+            return narrow
+    return weight.float()
+
+
+def _padded(values: Tensor, multiple: int) -> Tensor:
+    """[N, K] with zeros below and to the right."""
+    rows, columns = values.shape
+    return F.pad(values, (0, -columns % multiple, 0, -rows % LANES)).contiguous()

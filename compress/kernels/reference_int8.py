@@ -1,0 +1,40 @@
+"""What the CPU kernel computes, in plain torch: the reference, with int8 activations where weights are grouped.
+
+Weight-only schemes (W4A16, W8A16) leave activations as they are in the reference kernel; the CPU kernel rounds them to
+int8, one step per group of columns. This is its twin: the fast path must agree with it, and what lies between it and
+the reference is the price of int8 activations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.formats import pack_quantized
+from compress.formats.scheme import Scheme
+from compress.kernels import reference
+from compress.kernels.cpu.kernel import GROUP_LEVELS, activation_group
+from compress.kernels.reference import quantize_tokens
+
+NAME = "reference-int8"
+
+prepare = reference.prepare
+outlier_counts = reference.outlier_counts
+
+
+def refuses(scheme: Scheme, device: torch.device) -> str | None:
+    """The reason why weights of `scheme` cannot be multiplied on `device`, or None."""
+    return reference.refuses(scheme, device)
+
+
+def matmul(x: Tensor, prepared: Any) -> Tensor:
+    """x [..., K] times the transposed weight: [..., N], in the dtype of x."""
+    scheme = prepared.scheme
+    if scheme.format != pack_quantized.NAME:
+        return reference.matmul(x, prepared)
+    columns = x.shape[-1]
+    group = activation_group(scheme.grid.group_size or columns)
+    integers, step = quantize_tokens(x.reshape(-1, group), GROUP_LEVELS)
+    return reference.matmul((integers * step).to(x.dtype).view(x.shape), prepared)

@@ -1,0 +1,1 @@
+"""Kernels for GPUs, written in Triton and compiled ahead of time, without a GPU."""
