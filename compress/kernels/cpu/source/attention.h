@@ -154,7 +154,7 @@ static inline void weigh_block(float* scores, int keys, float& largest, float& t
 template <class Number, int M>
 static void attend_tile(const HeadCache<Number>& head, const Heads& heads, int64_t capacity, const QueryRows& rows,
                         int64_t start, int64_t end, const Softmax& softmax, Partial& into) {
-    constexpr int P = panels_for(M);
+    constexpr int P = float_panels_for(M);
     alignas(64) float scores[TILE][KEYS];
     const int64_t panels = heads.value_panels();
     for (int m = 0; m < M; ++m) {

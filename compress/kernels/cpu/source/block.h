@@ -238,6 +238,22 @@ static inline void return_to_stream(Engine& engine, const Linear& linear, const 
     add_normed(engine, norm_after, epsilon, rows, linear.rows, x);
 }
 
+// Rows that pass through the MLP together: what lies between its layers is wide, and should stay in cache.
+constexpr int64_t MLP_ROWS = 256;
+
+static void run_mlp(Engine& engine, const Block& block, int64_t rows, float* x) {
+    Scratch& scratch = engine.scratch;
+    const int64_t width = block.gate.columns, inner = block.gate.rows;
+    float *normed = room(scratch.normed, rows * width), *gate = room(scratch.gate, rows * inner);
+    float* up = room(scratch.up, rows * inner);
+    norm(engine.pool, x, block.mlp_norm, block.epsilon, rows, width, normed);
+    scratch.input.replace(normed);
+    multiply(engine.pool, {{&block.gate, gate, false}, {&block.up, up, false}}, rows, scratch.input);
+    each_row(engine.pool, rows, [&](int64_t row) { gate_row(block, gate + row * inner, up + row * inner, inner); });
+    scratch.input.replace(gate);
+    return_to_stream(engine, block.down, block.mlp_norm_after, block.epsilon, rows, x);
+}
+
 template <class Number>
 static void run_block(Engine& engine, const Block& block, const Heads& heads, const Cache& cache, int64_t layer,
                       int64_t tokens, float* x) {
@@ -257,12 +273,6 @@ static void run_block(Engine& engine, const Block& block, const Heads& heads, co
     attend<Number>(engine, block, heads, cache, layer, tokens);
     return_to_stream(engine, block.output, block.attention_norm_after, block.epsilon, rows, x);
 
-    norm(engine.pool, x, block.mlp_norm, block.epsilon, rows, width, normed);
-    scratch.input.replace(normed);
-    const int64_t inner = block.gate.rows;
-    float *gate = room(scratch.gate, rows * inner), *up = room(scratch.up, rows * inner);
-    multiply(engine.pool, {{&block.gate, gate, false}, {&block.up, up, false}}, rows, scratch.input);
-    each_row(engine.pool, rows, [&](int64_t row) { gate_row(block, gate + row * inner, up + row * inner, inner); });
-    scratch.input.replace(gate);
-    return_to_stream(engine, block.down, block.mlp_norm_after, block.epsilon, rows, x);
+    for (int64_t row = 0; row < rows; row += MLP_ROWS)
+        run_mlp(engine, block, std::min(MLP_ROWS, rows - row), x + row * width);
 }

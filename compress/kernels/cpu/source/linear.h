@@ -90,17 +90,17 @@ static inline float quantize_group(const float* x, int64_t width, int64_t count,
     // A maximum may drop a NaN, and a row that holds one, or an infinity, must show it in every product.
     float step = max_lanes(largest) / levels + sum_lanes(finite);
     if (step == 0.0f) step = 1.0f;
-    int32_t total = 0;
+    Ints total = splat_int(0);
     for (int64_t i = 0; i < width; i += LANES) {
         const Floats part = i < count ? load_part(x + i, count - i) : splat(0.0f);
         const Ints integers = clamp_int8(round_to_ints(divide(part, splat(step))));
-        total += sum_ints(integers);
+        total = subtract(total, integers);
         int8_t bytes[LANES];
         store_int8(bytes, integers);
         std::memcpy(to + i / OCTET * hop, bytes, OCTET);
         if (width - i > OCTET) std::memcpy(to + (i / OCTET + 1) * hop, bytes + OCTET, OCTET);
     }
-    *sum = static_cast<float>(total);
+    *sum = static_cast<float>(-sum_ints(total));
     return step;
 }
 
@@ -337,13 +337,13 @@ static inline void write_row(const Linear& linear, Floats value, int64_t row, in
 }
 
 // M rows by P panels of the product, into y [T, rows], or added to what stands there.
-template <int M, int P>
+template <bool INTEGERS, int M, int P>
 static void multiply_tile(const Linear& linear, const Activations& input, int64_t row, int64_t panel, float* y,
                           bool accumulate) {
     Floats sums[M][P];
     for (int m = 0; m < M; ++m)
         for (int p = 0; p < P; ++p) sums[m][p] = splat(0.0f);
-    if (is_integer(linear)) {
+    if constexpr (INTEGERS) {
         if (linear.type == INT4) multiply_all_integers<NibbleDot, M, P>(linear, input, row, panel, sums);
         if (linear.type == INT8) multiply_all_integers<ByteDot, M, P>(linear, input, row, panel, sums);
         if (linear.outliers > 0) add_outliers<M, P>(linear, input, row, panel, sums);
@@ -362,12 +362,19 @@ static void multiply_tile(const Linear& linear, const Activations& input, int64_
         for (int p = 0; p < P; ++p) write_row(linear, sums[m][p], row + m, panel + p, y, accumulate);
 }
 
+template <bool INTEGERS, int M>
+static void multiply_panels(const Linear& linear, const Activations& input, int64_t row, int64_t first, int64_t last,
+                            float* y, bool accumulate) {
+    constexpr int P = INTEGERS ? panels_for(M) : float_panels_for(M);
+    for (; first + P <= last; first += P) multiply_tile<INTEGERS, M, P>(linear, input, row, first, y, accumulate);
+    for (; first < last; ++first) multiply_tile<INTEGERS, M, 1>(linear, input, row, first, y, accumulate);
+}
+
 template <int M>
 static void multiply_rows(const Linear& linear, const Activations& input, int64_t row, int64_t first, int64_t last,
                           float* y, bool accumulate) {
-    constexpr int P = panels_for(M);
-    for (; first + P <= last; first += P) multiply_tile<M, P>(linear, input, row, first, y, accumulate);
-    for (; first < last; ++first) multiply_tile<M, 1>(linear, input, row, first, y, accumulate);
+    if (is_integer(linear)) multiply_panels<true, M>(linear, input, row, first, last, y, accumulate);
+    else multiply_panels<false, M>(linear, input, row, first, last, y, accumulate);
 }
 
 template <int M>

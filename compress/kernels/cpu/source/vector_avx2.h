@@ -192,5 +192,6 @@ struct ByteDot {
 
 constexpr int TILE = 4;
 constexpr int panels_for(int rows) { return rows == 1 ? 2 : 1; }
+constexpr int float_panels_for(int rows) { return rows <= 2 ? 2 : 1; }
 
 static inline void relax() { _mm_pause(); }

@@ -98,5 +98,6 @@ struct ByteDot {
 // sums to hide the multiplier's latency, few enough to stay in registers.
 constexpr int TILE = 8;
 constexpr int panels_for(int rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
+constexpr int float_panels_for(int rows) { return rows <= 4 ? 4 : 2; }
 
 static inline void relax() { _mm_pause(); }

@@ -178,5 +178,6 @@ struct ByteDot {
 // Of 32 registers, four rows take 16 for their sums and a panel of nibbles 8.
 constexpr int TILE = 4;
 constexpr int panels_for(int rows) { return rows == 1 ? 2 : 1; }
+constexpr int float_panels_for(int rows) { return rows <= 2 ? 2 : 1; }
 
 static inline void relax() { __asm__ __volatile__("yield"); }
