@@ -111,8 +111,10 @@ static inline void quantize_row(const Linear& linear, const float* x, int64_t ro
     if (linear.outliers > 0 || linear.threshold > 0) {
         inside.assign(x, x + linear.columns);
         for (int64_t i = 0; i < linear.outliers; ++i) inside[linear.outlier_columns[i]] = 0.0f;
+        int32_t over = 0;
         if (linear.threshold > 0)
-            for (const float value : inside) *missed += std::fabs(value) >= linear.threshold;
+            for (const float value : inside) over += std::fabs(value) >= linear.threshold;
+        *missed = over;
         x = inside.data();
     }
     for (int64_t group = 0; group < into.groups; ++group) {

@@ -181,6 +181,16 @@ static inline void multiply_float_tiles(const Linear& linear, const Activations&
     store_sums(sums.values);
 }
 
+// M rows of sums with a panel: their outlier columns added, and written to y.
+template <int M>
+static inline void finish_rows(const Linear& linear, const Activations& input, const float (*sums)[LANES], int64_t row,
+                               int64_t panel, float* y, bool accumulate) {
+    Floats values[M][1];
+    for (int m = 0; m < M; ++m) values[m][0] = load(sums[m]);
+    if (linear.outliers > 0) add_outliers<M, 1>(linear, input, row, panel, values);
+    for (int m = 0; m < M; ++m) write_row(linear, values[m][0], row + m, panel, y, accumulate);
+}
+
 // One pass: the product of the place's rows and panels, written to y.
 static inline void multiply_place(const Linear& linear, const Activations& input, TileJob& job, const TilePlace& place,
                                   float* y, bool accumulate) {
@@ -200,11 +210,11 @@ static inline void multiply_place(const Linear& linear, const Activations& input
         if (!job.used(sum)) continue;
         const int64_t first = place.first_row(job, sum), rows = place.rows(job, sum);
         const int64_t panel = place.panel + job.panel(sum);
-        for (int64_t m = 0; m < rows; ++m) {
-            Floats value[1][1] = {{load(sums.values[sum][m])}};
-            add_outliers<1, 1>(linear, input, first + m, panel, value);
-            write_row(linear, value[0][0], first + m, panel, y, accumulate);
-        }
+        int64_t m = 0;
+        for (; m + 4 <= rows; m += 4)
+            finish_rows<4>(linear, input, sums.values[sum] + m, first + m, panel, y, accumulate);
+        for (; m < rows; ++m)
+            finish_rows<1>(linear, input, sums.values[sum] + m, first + m, panel, y, accumulate);
     }
 }
 
