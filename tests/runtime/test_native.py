@@ -13,6 +13,7 @@ from compress.formats.scheme import scheme_named
 from compress.kernels.cpu import build
 from compress.runtime.load import Execution, Model, load_model
 from compress.runtime.native import NativeDecoder
+from tests.runtime.exact_twin import twin_hidden
 from tests.runtime.packing import write_packed
 from tests.tiny import write_model
 
@@ -67,10 +68,29 @@ def test_variants_agree(plain: Path, monkeypatch: pytest.MonkeyPatch, variant: s
     assert torch.allclose(logits_of(model), want, atol=1e-5)
 
 
+@pytest.mark.parametrize("variant", build.supported())
+def test_every_variant_equals_plain_torch_to_the_bit(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    folder = write_packed(tiny_llama, tmp_path / "packed", scheme_named("W4A16", 32))
+    monkeypatch.setenv("LMPRESS_CPU_VARIANT", variant)
+    model = load_model(folder)
+    for count in (1, 7, 33, 150):
+        ids = torch.randint(0, 256, (1, count), generator=torch.Generator().manual_seed(count))
+        assert torch.equal(model.hidden(ids), twin_hidden(model, ids))
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_do_not_change_a_bit(plain: Path, threads: int) -> None:
-    want = logits_of(load_model(plain, execution=Execution(threads=2)))
-    assert torch.equal(logits_of(load_model(plain, execution=Execution(threads=threads))), want)
+    def logits(count: int) -> Tensor:
+        """Of a prompt, and of tokens one by one behind a long one."""
+        model = load_model(plain, execution=Execution(threads=count))
+        cache = model.new_cache(1, 300)
+        model.hidden(torch.arange(290)[None] % 256, cache)
+        steps = [model.logits(model.hidden(TOKENS[:1, index : index + 1], cache)) for index in range(3)]
+        return torch.cat([logits_of(model).flatten(), *(step.flatten() for step in steps)])
+
+    assert torch.equal(logits(threads), logits(2))
 
 
 @pytest.mark.parametrize(("kv_cache", "bound"), [("f32", 1e-10), ("bf16", 1e-4), ("int8", 1e-3)])
@@ -90,12 +110,14 @@ def test_cache_types(plain: Path, kv_cache: str, bound: float) -> None:
         model.hidden(TOKENS[:2, :1], model.new_cache(3, 41))
 
 
-def test_a_sequence_does_not_depend_on_its_batch(plain: Path) -> None:
-    model = load_model(plain)
-    for width in (1, 3):
+def test_a_sequence_does_not_depend_on_its_batch(plain: Path, tmp_path: Path) -> None:
+    """To the bit, though three rows run on other units than one."""
+    folder = write_packed(plain, tmp_path / "packed", scheme_named("W4A16", 32))
+    model = load_model(folder)
+    for width in (1, 3, 41):
         together = model.hidden(TOKENS[:, :width])
         alone = torch.cat([model.hidden(row[None, :width]) for row in TOKENS])
-        assert torch.allclose(together, alone, atol=1e-5)
+        assert torch.equal(together, alone)
 
 
 def test_without_native_kernels(plain: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -169,6 +169,8 @@ static inline QueryRows tile_rows(const Block& block, const Heads& heads, const 
     return rows;
 }
 
+constexpr int64_t MOST_PARTS = 16;
+
 template <class Number>
 static void attend(Engine& engine, const Block& block, const Heads& heads, const Cache& cache, int64_t layer,
                    int64_t tokens) {
@@ -176,9 +178,11 @@ static void attend(Engine& engine, const Block& block, const Heads& heads, const
     // One new token: a tile is (part of) a group. Many: a tile is a few tokens of one query head.
     const int64_t lines = tokens == 1 ? heads.shared : heads.query;
     const int64_t tiles = ((tokens == 1 ? group : tokens) + TILE - 1) / TILE;
-    const int64_t wanted = 4 * engine.pool.threads(), jobs = cache.batch * lines * tiles;
-    const int64_t most = (cache.length + 1 + KEYS - 1) / KEYS;
-    const int64_t parts = tokens == 1 ? std::max<int64_t>(1, std::min(most, (wanted + jobs - 1) / jobs)) : 1;
+    const int64_t jobs = cache.batch * lines * tiles;
+    // One new token's keys are cut into parts, for there are few heads. How many depends on the length alone: sums then
+    // run in the same order whatever the batch and the number of threads.
+    const int64_t blocks = (cache.length + 1 + KEYS - 1) / KEYS;
+    const int64_t parts = tokens == 1 ? std::min(blocks, MOST_PARTS) : 1;
     Scratch& scratch = engine.scratch;
     if (static_cast<int64_t>(scratch.parts.size()) < jobs * parts) scratch.parts.resize(jobs * parts);
     const Softmax softmax{block.query_scale, block.softcap};
@@ -195,9 +199,10 @@ static void attend(Engine& engine, const Block& block, const Heads& heads, const
         attend_rows<Number, TILE>(head, heads, cache.capacity, rows, start, end, softmax, scratch.parts[chunk]);
         if (parts == 1) join_parts(rows, &scratch.parts[chunk], 1, heads.size);
     });
-    if (parts > 1)
-        for (int64_t job = 0; job < jobs; ++job)
-            join_parts(rows_of(job), &scratch.parts[job * parts], parts, heads.size);
+    if (parts == 1) return;
+    engine.pool.run(jobs, [&](int64_t job, int) {
+        join_parts(rows_of(job), &scratch.parts[job * parts], parts, heads.size);
+    });
 }
 
 // gate [T, F] becomes activation(gate) * up.
