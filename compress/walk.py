@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compress.activations import ActivationBuffer
 from compress.assignment import Assignment, Group, LayerTask, Needs, block_needs
-from compress.block import Block, LayerReport, quantize_groups, rounding_of
+from compress.block import Block, LayerReport, all_finite, quantize_groups, rounding_of
 from compress.calibrate import Calibration, arithmetic, collect, embed, propagate
 from compress.checkpoint.source import Source
 from compress.checkpoint.writer import Writer
@@ -140,7 +140,7 @@ class Walk:
     def _read(self, name: str) -> Tensor:
         """A tensor of the source. Raises InputError where it is not finite: nothing behind it would mean anything."""
         tensor = self.source.read(name)
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if tensor.is_floating_point() and not all_finite(tensor):
             raise InputError(f"{self.source.tensors[name].file}: tensor {name!r} holds NaN or infinity: get it anew")
         return tensor
 

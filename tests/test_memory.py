@@ -12,13 +12,14 @@ import pytest
 import yaml
 
 from tests.large import write_large
+from tests.tiny import VOCABULARY
 
 ROOT = Path(__file__).parent.parent
 WIDTH = 1024
 
 
 def peak(model: Path, output: Path, text: Path) -> dict[str, int]:
-    """Peak resident bytes, predicted and seen, of a GPTQ run in a process of its own."""
+    """Peak resident bytes, predicted and seen, of a GPTQ run in a process of its own, and its heap at the start."""
     document = {
         "version": 1,
         "model": str(model),
@@ -38,17 +39,23 @@ def peak(model: Path, output: Path, text: Path) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """A model of two layers, and one of eight: 264 MB of float32 weights more."""
+    """A model of two layers, and one of eight: 264 MB of float32 weights more, and next to the blocks nothing large."""
     root = tmp_path_factory.mktemp("memory")
-    shallow = write_large(root / "shallow", layers=2, width=WIDTH)
-    deep = write_large(root / "deep", layers=8, width=WIDTH)
+    shallow = write_large(root / "shallow", layers=2, width=WIDTH, vocabulary=VOCABULARY)
+    deep = write_large(root / "deep", layers=8, width=WIDTH, vocabulary=VOCABULARY)
     return peak(shallow, root / "a", tiny_text), peak(deep, root / "b", tiny_text)
 
 
 def test_depth_costs_no_memory(peaks: tuple[dict[str, int], dict[str, int]]) -> None:
-    """One in ten is left to fragments of the heap, which differ from run to run; six blocks would be four in ten."""
+    """One in twenty is left to fragments of the heap, which differ from run to run; six blocks would be eight."""
     shallow, deep = peaks
-    assert deep["seen"] < 1.1 * shallow["seen"]
+    assert deep["seen"] < 1.05 * shallow["seen"], peaks
+
+
+def test_planning_leaves_no_holes_in_the_heap(peaks: tuple[dict[str, int], dict[str, int]]) -> None:
+    """A walk would fill holes with tensors of its blocks, badly: parameters of a skeleton must not make any."""
+    shallow, deep = peaks
+    assert deep["heap"] < 1.25 * shallow["heap"], peaks
 
 
 def test_the_plan_predicts_the_peak(peaks: tuple[dict[str, int], dict[str, int]]) -> None:
