@@ -184,20 +184,23 @@ static void attend(Engine& engine, const Block& block, const Heads& heads, const
     const int64_t blocks = (cache.length + 1 + KEYS - 1) / KEYS;
     const int64_t parts = tokens == 1 ? std::min(blocks, MOST_PARTS) : 1;
     Scratch& scratch = engine.scratch;
-    if (static_cast<int64_t>(scratch.parts.size()) < jobs * parts) scratch.parts.resize(jobs * parts);
+    // Uncut, a tile is done with once it is joined: one place per thread, which stays in its cache.
+    const int64_t places = parts == 1 ? engine.pool.threads() : jobs * parts;
+    if (static_cast<int64_t>(scratch.parts.size()) < places) scratch.parts.resize(places);
     const Softmax softmax{block.query_scale, block.softcap};
     const auto rows_of = [&](int64_t job) {
         return tile_rows(block, heads, cache, tokens, job / (lines * tiles), job / tiles % lines, job % tiles, scratch);
     };
-    engine.pool.run(jobs * parts, [&](int64_t chunk, int) {
+    engine.pool.run(jobs * parts, [&](int64_t chunk, int thread) {
+        Partial& into = scratch.parts[parts == 1 ? thread : chunk];
         const int64_t job = chunk / parts, part = chunk % parts, line = job / tiles % lines;
         const QueryRows rows = rows_of(job);
         const HeadCache<Number> head(cache, heads, layer, job / (lines * tiles), tokens == 1 ? line : line / group);
         const int64_t first = rows.first[0] / LANES * LANES, last = rows.last[rows.count - 1];
         const int64_t share = ((last - first + parts - 1) / parts + KEYS - 1) / KEYS * KEYS;
         const int64_t start = std::min(last, first + part * share), end = std::min(last, start + share);
-        attend_rows<Number, TILE>(head, heads, cache.capacity, rows, start, end, softmax, scratch.parts[chunk]);
-        if (parts == 1) join_parts(rows, &scratch.parts[chunk], 1, heads.size);
+        attend_rows<Number, TILE>(head, heads, cache.capacity, rows, start, end, softmax, into);
+        if (parts == 1) join_parts(rows, &into, 1, heads.size);
     });
     if (parts == 1) return;
     engine.pool.run(jobs, [&](int64_t job, int) {
