@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from compress.checkpoint.tokenizer import load_tokenizer
 from compress.eval.run import Request, evaluate
+from compress.runtime.load import Execution
 from compress.texts import encode_and_pack, read_documents
 
 QUANTIZE = {"scheme": "W4A16", "group_size": 64}
@@ -117,7 +118,11 @@ def measured(found: dict[str, Any], arguments: argparse.Namespace) -> dict[str, 
     """What a run cost, and what its output lost against the model."""
     text = arguments.text or arguments.model / "texts" / "wiki.txt"
     output = Path(found.pop("output"))
-    request = Request(output, baseline=arguments.model, texts=(text,), limit=arguments.tokens, seconds=0.1)
+    # Plain torch with exact activations, so that what is compared is the weights alone.
+    how = Execution("reference")
+    request = Request(
+        output, baseline=arguments.model, texts=(text,), limit=arguments.tokens, seconds=0.1, execution=how
+    )
     return found | evaluate(request)["quality"]
 
 
