@@ -24,7 +24,7 @@ def bound_heap() -> None:
     model's depth. Tensors of any size then go into these holes, and more of them stay resident with every block.
 
     Huge pages make up for the time that fresh pages cost. Where the process has made a tensor before, or the kernel
-    has none, a run is slower by a few percent and otherwise the same.
+    has none, nothing does, and the result is the same.
     """
     mallopt = _libc("mallopt")
     if mallopt is not None:
