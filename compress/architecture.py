@@ -85,6 +85,10 @@ def dimensions(config: Any) -> Dimensions:
     )
 
 
+# Types that keys and values can be kept in: bytes of a number, and of the step that a token's numbers of a head share.
+CACHE_BYTES = {"f32": (4, 0), "bf16": (2, 0), "int8": (1, 4)}
+
+
 def kv_bytes_per_token(sizes: CacheSizes, itemsize: int, step_bytes: int = 0) -> int:
     """Bytes of key and value cache per token: 2 x layers x kv heads x (head size x bytes per value + of a step)."""
     return 2 * sizes.layer_count * sizes.kv_heads * (sizes.head_dim * itemsize + step_bytes)

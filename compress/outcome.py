@@ -17,7 +17,7 @@ from compress.calibrate import arithmetic
 from compress.checkpoint import manifest, quantization_config
 from compress.checkpoint.header import TensorInfo
 from compress.checkpoint.manifest import Manifest
-from compress.checkpoint.source import Source, dominant_dtype
+from compress.checkpoint.source import Source, dominant_dtype, identity
 from compress.checkpoint.tokenizer import tokenizer_files
 from compress.kernels import build
 from compress.kernels.exported import exported_files
@@ -25,7 +25,6 @@ from compress.plan import Plan, wanted_kernels
 from compress.recipe import Evaluate, Recipe
 from compress.tokens import Tokens
 
-SAMPLE = 1 << 12
 PACKAGES = ("lmpress", "torch", "transformers", "safetensors")
 
 
@@ -42,21 +41,6 @@ def read_outcome(folder: Path) -> Outcome:
     return Outcome(folder, manifest.read(folder))
 
 
-def source_identity(source: Source) -> str:
-    """A hash of the source's config and, of each tensor, its name, dtype, shape and 4 KiB from both of its ends.
-
-    Reading all of it would cost a pass over the model before the run has begun.
-    """
-    digest = hashlib.sha256(json.dumps(source.config, sort_keys=True).encode())
-    for name, info in sorted(source.stored.items()):
-        digest.update(f"{name} {info.dtype} {info.shape}".encode())
-        with info.file.open("rb") as stream:
-            for start in (info.offset, info.offset + max(0, info.nbytes - SAMPLE)):
-                stream.seek(start)
-                digest.update(stream.read(min(SAMPLE, info.nbytes)))
-    return digest.hexdigest()
-
-
 def fingerprint(recipe: Recipe, source: Source, device: torch.device) -> str:
     """What must be equal for an unfinished run to be gone on with: recipe, source, device, arithmetic and versions.
 
@@ -64,7 +48,7 @@ def fingerprint(recipe: Recipe, source: Source, device: torch.device) -> str:
     """
     made = recipe.model_copy(update={"evaluate": Evaluate()})
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    parts = [made.sha256(), source_identity(source), name, str(arithmetic(device))]
+    parts = [made.sha256(), identity(source), name, str(arithmetic(device))]
     parts += [f"{package} {version(package)}" for package in PACKAGES]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -122,7 +106,7 @@ def make_manifest(run: Run) -> Manifest:
         source={
             "model_type": run.source.config["model_type"],
             "dtype": str(dominant_dtype(run.source.tensors)).removeprefix("torch."),
-            "identity_sha256": source_identity(run.source),
+            "identity_sha256": identity(run.source),
             "note": run.source.config.get("lmpress_note"),
         },
         calibration=_calibration(run, layers),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from compress.architecture import SAMPLING_CACHE_BYTES, kv_bytes_per_token
+from compress.architecture import CACHE_BYTES, SAMPLING_CACHE_BYTES, kv_bytes_per_token
 from compress.assignment import Assignment, LayerTask, block_needs, scale_dtype
 from compress.checkpoint.agreement import refuse_extra, refuse_missing, refuse_shape, strangers
 from compress.checkpoint.source import Source, dominant_dtype
@@ -137,10 +137,8 @@ def make_plan(recipe: Recipe, source: Source, skeleton: Skeleton, assignment: As
 
 def _cache_bytes(recipe: Recipe, skeleton: Skeleton, model_dtype: torch.dtype) -> int:
     """Bytes of key and value cache per token: in the model's own dtype, unless the recipe asks for a narrower one."""
-    if recipe.export.kv_cache == "int8":
-        return kv_bytes_per_token(skeleton.dimensions, torch.int8.itemsize, torch.float32.itemsize)
-    narrow = min(model_dtype.itemsize, torch.bfloat16.itemsize)
-    return kv_bytes_per_token(skeleton.dimensions, narrow if recipe.export.kv_cache == "bf16" else model_dtype.itemsize)
+    itemsize, step = CACHE_BYTES[recipe.export.kv_cache]
+    return kv_bytes_per_token(skeleton.dimensions, min(model_dtype.itemsize, itemsize), step)
 
 
 def wanted_kernels(assignment: Assignment, stored_dtype: torch.dtype) -> build.Wanted:

@@ -22,13 +22,12 @@ from compress.runtime.load import DEFAULT, Execution, load_model
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What to time, and how. threads: on the CPU; None for all that the process may use. allow_fallback: layers that
-    fell back to the reference kernel are named in the report, where they would be an error."""
+    """What to time, and how. allow_fallback: layers that fell back to the reference kernel are named in the report,
+    where they would be an error."""
 
     checkpoint: Path
     baseline: Path | None = None
     bench: Bench = field(default_factory=Bench)
-    threads: int | None = None
     allow_fallback: bool = False
     device: str = "cpu"
     execution: Execution = DEFAULT
@@ -55,8 +54,8 @@ def run_bench(request: BenchRequest, progress: Progress = quiet) -> dict[str, An
 
 
 def _threads(request: BenchRequest) -> int:
-    """How many CPU threads everything is timed on."""
-    return request.threads or available_threads()
+    """How many CPU threads everything is timed on: by default all that the process may use."""
+    return request.execution.threads or available_threads()
 
 
 def _open(folder: Path, request: BenchRequest) -> Subject:

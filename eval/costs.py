@@ -13,7 +13,6 @@ from compress.eval.text import Windows
 from compress.kernels.cpu.kernel import CpuKernel
 from compress.runtime.load import Execution, load_model
 from compress.runtime.native import NativeDecoder
-from compress.runtime.panel_cache import CACHE_TYPES
 
 # Enough for a mean over tokens, few enough for the reference kernel.
 TOKENS = 1024
@@ -50,7 +49,6 @@ def _exact_runs(subject: Subject) -> dict[str, Execution]:
     ]
     if weight_only:
         runs["int8 activations"] = Execution("reference", "f32")
-    if isinstance(network, NativeDecoder) and network.cache_type != CACHE_TYPES["f32"]:
-        kind = next(name for name, dtype in CACHE_TYPES.items() if dtype == network.cache_type)
-        runs[f"{kind} key-value cache"] = Execution(kv_cache="f32", threads=network.engine.threads)
+    if isinstance(network, NativeDecoder) and network.kv_cache != "f32":
+        runs[f"{network.kv_cache} key-value cache"] = Execution(kv_cache="f32", threads=network.engine.threads)
     return runs

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import quantiles
 from time import perf_counter
 from typing import Any
 
@@ -160,15 +160,8 @@ def middle(values: Sequence[float]) -> tuple[float, float, float] | None:
     """(lower quartile, median, upper quartile) of `values`, interpolated linearly; None for fewer than two values."""
     if len(values) < 2:
         return None
-    ordered = sorted(values)
-
-    def at(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        low = math.floor(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    return at(0.25), median(ordered), at(0.75)
+    low, half, high = quantiles(values, n=4, method="inclusive")
+    return low, half, high
 
 
 @contextmanager

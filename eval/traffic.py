@@ -62,9 +62,8 @@ def traffic_of(model: Model, size: Size) -> Traffic:
     if isinstance(model.network, NativeDecoder):
         parts = [linear.prepared.tensors for linear in model.linears.values()]
         weights = sum(tensor.nbytes for tensors in parts for name, tensor in tensors.items() if name != "counts")
-        # int8 comes with one float32 step per token and head.
-        steps = torch.float32.itemsize / model.config.head_dim if model.network.cache_type == torch.int8 else 0
-        return Traffic(model, weights, model.network.cache_type.itemsize + steps)
+        itemsize, step = architecture.CACHE_BYTES[model.network.kv_cache]
+        return Traffic(model, weights, itemsize + step / model.config.head_dim)
     itemsize = model.hidden(torch.zeros(1, 1, dtype=torch.int64)).element_size()
     return Traffic(model, bytes_read_per_token(size, itemsize), itemsize)
 
@@ -72,10 +71,9 @@ def traffic_of(model: Model, size: Size) -> Traffic:
 def cache_bytes(subject: Subject) -> int:
     """Bytes of key and value cache per token: as the native decoder keeps them, else in the checkpoint's dtype."""
     network = subject.model.network
-    if not isinstance(network, NativeDecoder):
-        return kv_bytes_per_token(subject.stored.checkpoint, subject.model.config)
-    step = torch.float32.itemsize if network.cache_type == torch.int8 else 0
-    return architecture.kv_bytes_per_token(subject.model.config, network.cache_type.itemsize, step)
+    if isinstance(network, NativeDecoder):
+        return network.kv_bytes_per_token()
+    return kv_bytes_per_token(subject.stored.checkpoint, subject.model.config)
 
 
 def threads_of(model: Model) -> int:

@@ -111,6 +111,12 @@ def stored_schemes(checkpoint: Checkpoint) -> dict[str, Scheme]:
     return parse(checkpoint.config, [name.removesuffix(suffix) for name in checkpoint.tensors if name.endswith(suffix)])
 
 
+def stored_shape(checkpoint: Checkpoint, module: str, scheme: Scheme) -> tuple[int, int]:
+    """Rows and columns of the weight that `module` stores under `scheme`, from its header."""
+    found = checkpoint.tensors.get(f"{module}.weight_packed") or checkpoint.tensors[f"{module}.weight"]
+    return found.shape[0], found.shape[1] * 8 * found.dtype.itemsize // scheme.grid.bits
+
+
 def describe(config: Mapping[str, Any]) -> str:
     """How a model is quantized, in one phrase: "GPTQ, 4 bits, group size 128". config: as for `parse`."""
     section = _section(config)

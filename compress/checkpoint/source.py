@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,12 +11,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from compress.checkpoint.disk import opened, read_chunks
 from compress.checkpoint.header import TensorInfo
 from compress.checkpoint.reader import Checkpoint
 from compress.errors import InputError
 from compress.formats import format_named
 from compress.formats.grid import dequantize
 from compress.formats.scheme import Scheme
+
+SAMPLE = 1 << 12
 
 
 class Source(Protocol):
@@ -115,3 +120,18 @@ def _shape(checkpoint: Checkpoint, module: str, scheme: Scheme) -> tuple[int, in
         rows, columns = checkpoint.tensors[f"{module}.weight"].shape
         return rows, columns
     return packed.shape[0], packed.shape[1] * 32 // scheme.grid.bits
+
+
+def identity(source: Source) -> str:
+    """A hash of the source's config and, of each stored tensor, its name, dtype, shape and 4 KiB from both of its ends.
+
+    Reading all of it would cost a pass over the model before the work has begun.
+    """
+    digest = hashlib.sha256(json.dumps(source.config, sort_keys=True).encode())
+    for name, info in sorted(source.stored.items()):
+        digest.update(f"{name} {info.dtype} {info.shape}".encode())
+        with opened(info.file) as descriptor:
+            for start in (info.offset, info.offset + max(0, info.nbytes - SAMPLE)):
+                for chunk in read_chunks(descriptor, start, min(SAMPLE, info.nbytes)):
+                    digest.update(chunk)
+    return digest.hexdigest()

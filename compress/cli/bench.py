@@ -43,9 +43,8 @@ def bench(
     plan = Bench(batch_sizes(batch), prompt, new, repeat)
     if report is not None:
         refuse_unwritable(report)
-    request = BenchRequest(
-        checkpoint, baseline, plan, threads, allow_fallback, str(pick_device(device)), Execution(kv_cache=kv_cache)
-    )
+    how = Execution(kv_cache=kv_cache, threads=threads)
+    request = BenchRequest(checkpoint, baseline, plan, allow_fallback, str(pick_device(device)), how)
     with progress_bar() as progress:
         measured = run_bench(request, progress)
     for file in publish_bench(measured, report) if report else ():

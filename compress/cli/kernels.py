@@ -84,16 +84,13 @@ def verify(checkpoint: Folder, as_json: Json = False) -> None:
 def _served(checkpoint: Path) -> Wanted:
     """What the kernels of a checkpoint are to serve. An uncompressed one has attention over its cache to gain."""
     from compress.checkpoint import open_checkpoint
-    from compress.checkpoint.quantization_config import stored_schemes
+    from compress.checkpoint.quantization_config import stored_schemes, stored_shape
     from compress.checkpoint.source import dominant_dtype
     from compress.kernels.build import Wanted
 
     found = open_checkpoint(checkpoint)
-    layers = {}
-    for name, scheme in (stored_schemes(found) if found.quantization else {}).items():
-        packed = found.tensors.get(f"{name}.weight_packed") or found.tensors[f"{name}.weight"]
-        values = 8 * packed.dtype.itemsize // scheme.grid.bits
-        layers[name] = (scheme, (packed.shape[0], packed.shape[1] * values))
+    schemes = stored_schemes(found) if found.quantization else {}
+    layers = {name: (scheme, stored_shape(found, name, scheme)) for name, scheme in schemes.items()}
     scales = {name: info for name, info in found.tensors.items() if name.endswith(".weight_scale")}
     return Wanted(layers, dominant_dtype(scales or found.tensors))
 

@@ -59,12 +59,17 @@ def pack(quantized: Quantized, grid: Grid) -> dict[str, Tensor]:
 
 def unpack(tensors: dict[str, Tensor], grid: Grid) -> Quantized:
     """The integers, scales and zero points behind stored `tensors`."""
-    zero = tensors.get("weight_zero_point")
     return Quantized(
         q=unpack_words(tensors["weight_packed"], grid.bits),
         scale=tensors["weight_scale"],
-        zero=None if zero is None else unpack_words(zero.T, grid.bits).T.contiguous(),
+        zero=unpack_zero(tensors, grid),
     )
+
+
+def unpack_zero(tensors: dict[str, Tensor], grid: Grid) -> Tensor | None:
+    """The zero points int8 [N, G] behind stored `tensors`, or None when symmetric."""
+    zero = tensors.get("weight_zero_point")
+    return None if zero is None else unpack_words(zero.T, grid.bits).T.contiguous()
 
 
 def pack_words(values: Tensor, bits: int) -> Tensor:

@@ -15,14 +15,14 @@ import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from compress.errors import InputError, did_you_mean
 from compress.formats import int8_outlier, int_quantized, pack_quantized
-from compress.kernels.triton.launch import DTYPES, HEAD_WIDTHS, MULTIPLES_OF_16, SPANS, TILES
-from compress.kernels.triton.layout import block_columns
+from compress.kernels.triton.launch import DTYPES, HEAD_WIDTHS, MULTIPLES_OF_16, SPANS, TILES, block_columns
 
 SOURCES = Path(__file__).parent / "triton"
 ATTENTION = "kv-cache"
@@ -57,7 +57,7 @@ class Artifact:
     """A variant's binary for `target`: a cubin or an hsaco whose entry is `symbol`.
 
     arguments: (name, type) of what a launch passes, in order, the two scratch pointers at the end included. threads: of
-    one program. source_sha256: of the source file, the variant and Triton's version.
+    one program.
     """
 
     variant: Variant
@@ -67,7 +67,6 @@ class Artifact:
     shared_bytes: int
     threads: int
     arguments: tuple[tuple[str, str], ...]
-    source_sha256: str
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,7 @@ class Compilation:
     assembly: str
 
 
+@cache
 def variants() -> tuple[Variant, ...]:
     """Every variant that launch.py's plans can name."""
     found = [variant for dtype in DTYPES for variant in (*_packed(dtype), *_int8(dtype), *_attention(dtype))]
@@ -131,15 +131,14 @@ def compilation(variant: Variant, target: str) -> Compilation:
         shared_bytes=metadata.shared,
         threads=metadata.num_warps * WARP_SIZES[target],
         arguments=(*variant.signature.items(), *SCRATCH),
-        source_sha256=source_sha256(variant),
     )
     return Compilation(artifact, built.asm["amdgcn" if target.startswith("gfx") else "ptx"])
 
 
 def source_sha256(variant: Variant) -> str:
-    """What a binary was made from: the source file, the variant and Triton's version. Imports no Triton."""
+    """Hash of all that this package decides about a binary: the source file and the variant, not the compiler."""
     digest = hashlib.sha256((SOURCES / f"{variant.module}.py").read_bytes())
-    digest.update(json.dumps([asdict(variant), triton_version()], sort_keys=True).encode())
+    digest.update(json.dumps(asdict(variant), sort_keys=True).encode())
     return digest.hexdigest()
 
 
@@ -222,14 +221,14 @@ def _attention(dtype: str) -> list[Variant]:
     found = []
     for width in HEAD_WIDTHS:
         head = {"HEAD": width, "BLOCK_D": 1 << (width - 1).bit_length()}
-        for int8, cache in ((0, "plain"), (1, "int8")):
+        for int8, stored in ((0, "plain"), (1, "int8")):
             kept = "*i8" if int8 else f"*{dtype}"
             arguments = {"query": f"*{dtype}", "keys": kept, "values": kept, "key_scales": "*fp32"}
             arguments |= {"value_scales": "*fp32", "table": "*i32", "lengths": "*i32", "out": f"*{dtype}"}
             arguments |= {"partial": "*fp32", "logarithms": "*fp32", "heads": "i32", "key_heads": "i32", "limit": "i32"}
             arguments |= {"scale": "fp32", "cap": "fp32", "window": "i32", "split": "i32"}
             constants = {"INT8": int8} | head | TILES["attention_attend"]
-            found.append(_variant(f"attention_attend_{cache}_d{width}_{dtype}", ATTENTION, arguments, constants))
+            found.append(_variant(f"attention_attend_{stored}_d{width}_{dtype}", ATTENTION, arguments, constants))
         arguments = {"partial": "*fp32", "logarithms": "*fp32", "out": f"*{dtype}", "split": "i32"}
         found.append(_variant(f"attention_combine_d{width}_{dtype}", ATTENTION, arguments, head))
     return found

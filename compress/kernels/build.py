@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
@@ -25,7 +24,7 @@ from compress.formats import pack_quantized
 from compress.formats.scheme import Scheme
 from compress.kernels import aot, trust
 from compress.kernels.cpu import build as cpu
-from compress.kernels.cpu.layout import COLUMNS
+from compress.kernels.cpu.kernel import refuses as library_refuses
 from compress.kernels.exported import (
     FOLDER,
     HOST,
@@ -67,9 +66,8 @@ def unavailable(target: str) -> str | None:
 
 def refuses(scheme: Scheme, dtype: torch.dtype, target: str, shape: tuple[int, int] = SMALLEST) -> str | None:
     """Why no kernel of `target` multiplies weights [N, K] of `scheme` whose scales are `dtype`; None where one does."""
-    group = scheme.grid.group_size
     if target == HOST:
-        return f"its groups are multiples of {COLUMNS} columns, not {group}" if group and group % COLUMNS else None
+        return library_refuses(scheme)
     if dtype not in DTYPE_NAMES:
         return f"scales are {dtype}, and its kernels read {' or '.join(map(str, DTYPE_NAMES))} (export.scale_dtype)"
     packed = packing(scheme) if scheme.format == pack_quantized.NAME else None
@@ -163,7 +161,7 @@ def runnable(variant: aot.Variant, target: str, folder: Path | None, trusted: bo
     if folder is not None and entry is not None:
         binary = read_binary(folder, entry)
         fits = (entry.source_sha256, entry.arguments) == (
-            source_sha256(variant),
+            aot.source_sha256(variant),
             (*variant.signature.items(), *aot.SCRATCH),
         )
         if fits and (trusted or trust.built_here(entry.sha256)):
@@ -201,14 +199,7 @@ def source_of(entry: Entry) -> str | None:
     if entry.target == HOST:
         return cpu.source_sha256(entry.name) if entry.name in cpu.VARIANTS else None
     found = next((variant for variant in aot.variants() if variant.name == entry.name), None)
-    return source_sha256(found) if found is not None and entry.target in aot.TARGETS else None
-
-
-def source_sha256(variant: aot.Variant) -> str:
-    """Hash of all that this package decides about a binary: the source file and the variant, not the compiler."""
-    digest = hashlib.sha256((aot.SOURCES / f"{variant.module}.py").read_bytes())
-    digest.update(json.dumps(asdict(variant), sort_keys=True).encode())
-    return digest.hexdigest()
+    return aot.source_sha256(found) if found is not None and entry.target in aot.TARGETS else None
 
 
 def host_library(name: str) -> Built:
@@ -232,7 +223,7 @@ def host_library(name: str) -> Built:
 
 def device_kernel(variant: aot.Variant, target: str) -> Built:
     """The binary of `variant` for a GPU `target`, from the cache or built now. Raises InputError where it cannot be."""
-    source = source_sha256(variant)
+    source = aot.source_sha256(variant)
     place = trust.cache_folder() / f"{variant.name}.{target}.{_key(source, target)}"
     known = _kept(place)
     if known is not None:
@@ -312,5 +303,4 @@ def _kept(place: Path) -> Built | None:
 
 
 def _platform() -> str:
-    machine = platform.machine().lower()
-    return f"{sys.platform}-{cpu.ALIASES.get(machine, machine)}"
+    return f"{sys.platform}-{cpu.machine()}"

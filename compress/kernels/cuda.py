@@ -235,9 +235,8 @@ def arguments(
 
 def _packed(stored: dict[str, Tensor], scheme: Scheme) -> dict[str, Tensor | None]:
     grid = scheme.grid
-    zero = stored.get("weight_zero_point")
+    zero = pack_quantized.unpack_zero(stored, grid)
     if zero is not None:
-        zero = pack_quantized.unpack_words(zero.T, grid.bits).T.contiguous()
         zero = layout.split_groups(zero, grid.group_size)[0]
     return {
         "words": layout.blocked(stored["weight_packed"], grid.bits),

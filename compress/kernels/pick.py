@@ -11,6 +11,7 @@ from compress.formats.scheme import Scheme
 from compress.kernels import Kernel, reference
 from compress.kernels.cpu import build
 from compress.kernels.cpu.kernel import CpuKernel
+from compress.kernels.cpu.kernel import refuses as library_refuses
 from compress.kernels.cpu.library import Engine
 
 KERNELS: tuple[Kernel, ...] = (reference,)
@@ -36,7 +37,7 @@ def cpu_kernel(threads: int | None = None) -> CpuKernel:
 
 def expected(scheme: Scheme, device: torch.device | str) -> str:
     """The name of the kernel that will multiply `scheme` on `device`, told without building anything."""
-    if torch.device(device).type == "cpu":
+    if torch.device(device).type == "cpu" and library_refuses(scheme) is None:
         try:
             build.compiler()
             return f"cpu-{build.choose()}"

@@ -61,9 +61,7 @@ def prepare(tensors: dict[str, Tensor], scheme: Scheme, device: torch.device) ->
     """Stored `tensors` (by suffix) on `device`. Scales and zero points are unpacked, the weight is not."""
     tensors = {suffix: tensor.to(device) for suffix, tensor in tensors.items()}
     if scheme.format == pack_quantized.NAME:
-        zero = tensors.get("weight_zero_point")
-        if zero is not None:
-            zero = pack_quantized.unpack_words(zero.T, scheme.grid.bits).T.contiguous()
+        zero = pack_quantized.unpack_zero(tensors, scheme.grid)
         return Prepared(scheme, tensors["weight_packed"], tensors["weight_scale"], zero)
     stored = format_named(scheme.format).unpack(tensors, scheme.grid)
     prepared = Prepared(scheme, stored.q, stored.scale)

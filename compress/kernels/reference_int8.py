@@ -9,24 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from compress.formats import pack_quantized
-from compress.formats.scheme import Scheme
 from compress.kernels import reference
 from compress.kernels.cpu.kernel import GROUP_LEVELS, activation_group
 from compress.kernels.reference import quantize_tokens
 
 NAME = "reference-int8"
 
+refuses = reference.refuses
 prepare = reference.prepare
 outlier_counts = reference.outlier_counts
-
-
-def refuses(scheme: Scheme, device: torch.device) -> str | None:
-    """The reason why weights of `scheme` cannot be multiplied on `device`, or None."""
-    return reference.refuses(scheme, device)
 
 
 def matmul(x: Tensor, prepared: Any) -> Tensor:

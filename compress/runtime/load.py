@@ -13,12 +13,17 @@ from torch import Tensor, nn
 
 from compress.architecture import Dimensions
 from compress.checkpoint import Checkpoint, manifest, open_checkpoint
+from compress.checkpoint.quantization_config import stored_schemes
 from compress.errors import USAGE, InputError
 from compress.formats.scheme import Scheme
 from compress.kernels import Kernel, reference_int8
+from compress.kernels.build import trusted_library
 from compress.kernels.cpu.build import Unavailable
+from compress.kernels.cpu.build import choose as cpu_variant
 from compress.kernels.cpu.kernel import CpuKernel
+from compress.kernels.cpu.library import Engine
 from compress.kernels.cuda import CudaKernel
+from compress.kernels.exported import has_kernels
 from compress.kernels.pick import KERNELS, cpu_kernel
 from compress.runtime import native as native_decoder
 from compress.runtime import transformers_engine
@@ -100,7 +105,8 @@ class Execution:
     which rounds activations as the CPU kernel does.
 
     kv_cache: "f32", "bf16" or "int8", by default what the checkpoint's recipe says; threads: of the native kernels, by
-    default all that the process may use. trust_kernels: run GPU kernels of the checkpoint that were built elsewhere.
+    default all that the process may use. trust_kernels: run kernels of the checkpoint that were built elsewhere: on a
+    GPU, and on the CPU where there is no compiler.
     """
 
     kernels: str = "auto"
@@ -133,41 +139,46 @@ def load_model(
     checkpoint = folder if isinstance(folder, Checkpoint) else open_checkpoint(Path(folder))
     kv_cache = execution.kv_cache or _checked_cache_type(checkpoint)
     device = torch.device(device)
-    native, reason = _native_kernel(execution, device, dtype)
+    best, fallbacks = _fastest(execution, checkpoint.folder, device, dtype)
     plain = (reference_int8,) if execution.kernels == reference_int8.NAME else KERNELS
-    best: Kernel | None = native
-    if device.type == "cuda" and execution.kernels == "auto":
-        best = CudaKernel(dtype, checkpoint.folder, execution.trust_kernels)
     target = Target(device, dtype, (best, *plain) if best else plain)
-    fallbacks = [{"name": "native kernels", "reason": reason}] if reason else []
+    fallbacks += _refusals(best, stored_schemes(checkpoint).values(), device)
     config = known_config(checkpoint)
+    notes = []
+    network: Network
+    shape: ModelConfig | Dimensions
     if isinstance(config, Unsupported):
-        note = f"runs through transformers, not the bundled decoder: {config}"
-        logger.warning("%s: %s", checkpoint.folder, note)
-        network, dimensions = transformers_engine.build(checkpoint, target)
-        return Model(
-            checkpoint.folder, dimensions, "transformers", network, device, _packed(network), [note], fallbacks
-        )
-    with torch.device("meta"):
-        decoder = Decoder(config)
-    schemes = schemes_of(checkpoint, decoder)
-    assign(decoder, checkpoint, schemes, target)
-    fallbacks += _refusals(best, schemes.values(), device)
-    decoder.eval()
-    if native is not None:
-        reason = native_decoder.refuses(decoder)
-        if reason is None:
-            fast = NativeDecoder(decoder, native, kv_cache)
-            return Model(checkpoint.folder, config, "lmpress", fast, device, _packed(decoder))
-        fallbacks.append({"name": "native decoder", "reason": reason})
-    if kv_cache != "f32":
+        notes = [f"runs through transformers, not the bundled decoder: {config}"]
+        logger.warning("%s: %s", checkpoint.folder, notes[0])
+        engine = "transformers"
+        network, shape = transformers_engine.build(checkpoint, target)
+        linears = _packed(network)
+    else:
+        engine, shape = "lmpress", config
+        network = decoder = _decoder(checkpoint, config, target)
+        if isinstance(best, CpuKernel):
+            reason = native_decoder.refuses(decoder)
+            if reason is None:
+                network = NativeDecoder(decoder, best, kv_cache)
+            else:
+                fallbacks.append({"name": "native decoder", "reason": reason})
+        linears = _packed(decoder)
+    if kv_cache != "f32" and not isinstance(network, NativeDecoder):
         needs = f"{kv_cache!r} needs the native decoder on the CPU in float32"
         if execution.kv_cache is not None:
             raise InputError(f"kv_cache: {needs}: use 'f32'", USAGE)
         fallbacks.append({"name": "kv_cache", "reason": f"{needs}: kept in the dtype that the model computes in"})
     for told in fallbacks:
         logger.warning("%s: %s: %s: runs on torch operations, slower", checkpoint.folder, told["name"], told["reason"])
-    return Model(checkpoint.folder, config, "lmpress", decoder, device, _packed(decoder), fallbacks=fallbacks)
+    return Model(checkpoint.folder, shape, engine, network, device, linears, notes, fallbacks)
+
+
+def _decoder(checkpoint: Checkpoint, config: ModelConfig, target: Target) -> Decoder:
+    """The bundled decoder with the checkpoint's weights in it."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    assign(decoder, checkpoint, schemes_of(checkpoint, decoder), target)
+    return decoder.eval()
 
 
 def _checked_cache_type(checkpoint: Checkpoint) -> str:
@@ -183,16 +194,29 @@ def _checked_cache_type(checkpoint: Checkpoint) -> str:
     return kv_cache
 
 
-def _native_kernel(
-    execution: Execution, device: torch.device, dtype: torch.dtype
-) -> tuple[CpuKernel | None, str | None]:
-    """The native kernel where it was asked for and can run, else the reason if it was."""
-    if execution.kernels != "auto" or device.type != "cpu" or dtype != torch.float32:
-        return None, None
+def _fastest(
+    execution: Execution, folder: Path, device: torch.device, dtype: torch.dtype
+) -> tuple[Kernel | None, list[dict[str, str]]]:
+    """The fastest kernel that may be tried, None where plain torch was asked for; and why there is none, as fallbacks.
+
+    Raises InputError where the checkpoint's own CPU library was to be trusted and cannot be run.
+    """
+    if execution.kernels != "auto":
+        return None, []
+    if device.type == "cuda":
+        return CudaKernel(dtype, folder, execution.trust_kernels), []
+    if device.type != "cpu" or dtype != torch.float32:
+        return None, []
     try:
-        return cpu_kernel(execution.threads), None
-    except Unavailable as error:
-        return None, str(error)
+        variant = cpu_variant()
+        try:
+            return cpu_kernel(execution.threads), []
+        except Unavailable:
+            if not (execution.trust_kernels and has_kernels(folder)):
+                raise
+        return CpuKernel(Engine(execution.threads, trusted_library(folder, variant))), []
+    except Unavailable as reason:
+        return None, [{"name": "native kernels", "reason": str(reason)}]
 
 
 def _refusals(best: Kernel | None, schemes: Iterable[Scheme], device: torch.device) -> list[dict[str, str]]:

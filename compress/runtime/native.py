@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from compress.architecture import CACHE_BYTES, kv_bytes_per_token
 from compress.kernels.cpu.kernel import CpuKernel, Prepared
 from compress.kernels.cpu.library import BlockLayout, LinearLayout
 from compress.runtime.assign import PackedLinear
@@ -48,7 +49,7 @@ class NativeDecoder:
         """Every weight of `decoder`, which has been assigned, moves into panels; those packed already stay."""
         self.config = decoder.config
         self.engine = kernel.engine
-        self.cache_type = CACHE_TYPES[kv_cache]
+        self.kv_cache = kv_cache
         self.head = _pack_head(decoder, kernel)
         pack_linears(decoder, kernel)
         # What the structures below point to stays alive with the modules and this list.
@@ -92,7 +93,11 @@ class NativeDecoder:
         self.rotations = rotations
 
     def new_cache(self, batch: int, capacity: int) -> PanelCache:
-        return PanelCache(self.config, batch, capacity, self.cache_type)
+        return PanelCache(self.config, batch, capacity, CACHE_TYPES[self.kv_cache])
+
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of key and value cache per token of a sequence."""
+        return kv_bytes_per_token(self.config, *CACHE_BYTES[self.kv_cache])
 
     def _block(self, block: Block, index: int) -> BlockLayout:
         attention, mlp, config = block.self_attn, block.mlp, self.config

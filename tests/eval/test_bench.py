@@ -18,6 +18,7 @@ from compress.eval.run import Request, evaluate
 from compress.eval.speed import Bench, Runs
 from compress.eval.speed_plot import roof, speed_image, speed_plot
 from compress.eval.tables import speed_table
+from compress.runtime.load import Execution
 
 SMALL = Bench((1, 4), prompt=16, new=4, repeat=3)
 # By batch size: seconds of (prefill, decode) of the model and of its baseline.
@@ -41,7 +42,7 @@ def fake_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def benched(packed: Path, tiny_llama: Path, fake_times: None) -> dict[str, Any]:
-    return run_bench(BenchRequest(packed, tiny_llama, SMALL, threads=1, allow_fallback=True))
+    return run_bench(BenchRequest(packed, tiny_llama, SMALL, execution=Execution(threads=1), allow_fallback=True))
 
 
 def test_a_row_per_batch_and_phase_with_kernels_by_format(benched: dict[str, Any]) -> None:
@@ -74,14 +75,14 @@ def test_figures_are_those_of_batch_1(benched: dict[str, Any]) -> None:
 
 def test_threads_are_given_back(packed: Path, fake_times: None) -> None:
     before = torch.get_num_threads()
-    run_bench(BenchRequest(packed, None, SMALL, threads=before + 1, allow_fallback=True))
+    run_bench(BenchRequest(packed, None, SMALL, execution=Execution(threads=before + 1), allow_fallback=True))
     assert torch.get_num_threads() == before
 
 
 def test_a_fallback_is_an_error_unless_allowed_and_then_named(
     packed: Path, fake_times: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from compress.runtime.load import Execution, load_model
+    from compress.runtime.load import load_model
 
     def reference_only(checkpoint: Any, device: str, execution: Execution) -> Any:
         return load_model(checkpoint, device, execution=replace(execution, kernels="reference"))

@@ -32,7 +32,6 @@ class FakeCompiler:
             shared_bytes=2048,
             threads=32 * variant.warps,
             arguments=(*variant.signature.items(), *aot.SCRATCH),
-            source_sha256=aot.source_sha256(variant),
         )
 
 

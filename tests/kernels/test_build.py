@@ -220,7 +220,7 @@ def test_sources_decide_what_is_stale(compiler: FakeCompiler) -> None:
     assert build.source_of(entry) == entry.source_sha256
     assert build.source_of(replace(entry, name="w3a16_vector")) is None
     assert build.source_of(replace(entry, target="sm_70")) is None
-    assert build.source_sha256(variant()) != build.source_sha256(variant("w4a16_vector_g32_bf16"))
+    assert aot.source_sha256(variant()) != aot.source_sha256(variant("w4a16_vector_g32_bf16"))
 
 
 @pytest.fixture

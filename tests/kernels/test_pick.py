@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compress.errors import InputError
-from compress.formats.scheme import SCHEMES
+from compress.formats.scheme import SCHEMES, scheme_named
 from compress.kernels.pick import KERNELS, cpu_kernel, expected, pick
 
 
@@ -23,6 +23,11 @@ def test_the_plan_names_the_kernel_that_will_run(name: str, monkeypatch: pytest.
     assert expected(SCHEMES[name], "cpu") == pick(SCHEMES[name], "cpu", (cpu_kernel(1), *KERNELS)).NAME
     monkeypatch.setenv("LMPRESS_CPU_VARIANT", "none")
     assert expected(SCHEMES[name], "cpu") == "reference"
+
+
+def test_the_plan_knows_which_groups_the_kernel_takes() -> None:
+    odd = scheme_named("W4A16", 12)
+    assert expected(odd, "cpu") == pick(odd, "cpu", (cpu_kernel(1), *KERNELS)).NAME == "reference"
 
 
 def test_a_format_without_a_kernel_is_refused_with_reasons() -> None:

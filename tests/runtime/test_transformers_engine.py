@@ -51,6 +51,22 @@ def test_unknown_architectures(
         model.hidden(torch.tensor([[288]]))
 
 
+def test_a_narrow_cache_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "gpt2", torch.float32)
+    with pytest.raises(InputError, match="kv_cache: 'int8' needs the native decoder"):
+        load_model(folder, execution=Execution(kv_cache="int8"))
+
+
+def test_missing_native_kernels_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path / "model", "gpt2", torch.float32)
+    monkeypatch.setenv("LMPRESS_CPU_VARIANT", "none")
+    with caplog.at_level(logging.WARNING, "compress"):
+        model = load_model(folder)
+    assert [told["name"] for told in model.fallbacks] == ["native kernels"] and "native kernels" in caplog.text
+
+
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
 def test_packed_layers_are_swapped_in(tmp_path: Path, scheme: str) -> None:
     plain = write_model(tmp_path / "plain", rope_parameters=YARN, tie_word_embeddings=True)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from compress.checkpoint.interop.exported import Exported, Progress, Record, unwatched
 from compress.checkpoint.interop.folder import Layout, Part, plain_names, plain_part, stored_parts, write
-from compress.checkpoint.interop.grouped import half_scales, one_scheme, shape_of, unpacked_linears
+from compress.checkpoint.interop.grouped import half_scales, one_scheme, unpacked_linears
+from compress.checkpoint.quantization_config import stored_shape
 from compress.checkpoint.reader import Checkpoint
 from compress.errors import InputError
 from compress.formats import format_named
@@ -69,7 +70,7 @@ def pack_columns(values: Tensor) -> Tensor:
 
 
 def _part(checkpoint: Checkpoint, module: str, scheme: Scheme) -> Part:
-    rows, columns = shape_of(checkpoint, module, scheme)
+    rows, columns = stored_shape(checkpoint, module, scheme)
     groups = scheme.grid.groups(columns)
     if rows % PER_WORD:
         shape = f"has {rows} output rows, and AWQ packs multiples of {PER_WORD}"

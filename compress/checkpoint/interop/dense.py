@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compress.checkpoint.interop.exported import Exported, Progress, Record, unwatched
+from compress.checkpoint.interop.exported import FLOATS, Exported, Progress, Record, unwatched
 from compress.checkpoint.interop.folder import Layout, Part, write
 from compress.checkpoint.reader import Checkpoint
 from compress.checkpoint.source import Dequantized, dequantized, dominant_dtype
@@ -18,7 +18,6 @@ from compress.formats.scheme import Scheme
 
 NAME = "dense"
 AUTO = "auto"
-KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def export(
@@ -31,16 +30,16 @@ def export(
 ) -> Exported:
     """Write the float weights behind `checkpoint`, whose modules are stored under `schemes`, to the folder `output`.
 
-    kind: of every floating-point tensor, from KINDS; "auto" gives dequantized weights the model's own dtype and leaves
+    kind: of every floating-point tensor, from FLOATS; "auto" gives dequantized weights the model's own dtype and leaves
     the other tensors alone. Only F32 holds a product of an integer and a scale without rounding.
     Raises InputError for a checkpoint that is not quantized, an unknown kind, or values that the kind cannot hold.
     """
     if not schemes:
         raise InputError(f"{checkpoint.folder}: is not quantized: it is a dense checkpoint already")
-    if kind not in (AUTO, *KINDS):
-        known = ", ".join((AUTO, *KINDS))
-        raise InputError(f"--type: {kind!r} is not known{did_you_mean(kind, KINDS)} For {NAME}: {known}", USAGE)
-    wanted = KINDS.get(kind)
+    if kind not in (AUTO, *FLOATS):
+        known = ", ".join((AUTO, *FLOATS))
+        raise InputError(f"--type: {kind!r} is not known{did_you_mean(kind, FLOATS)} For {NAME}: {known}", USAGE)
+    wanted = FLOATS.get(kind)
     dtype = wanted or _model_dtype(checkpoint)
     floats = dequantized(checkpoint, schemes, torch.float32)
     parts = [_part(floats, name, wanted, dtype) for name in floats.tensors]
@@ -53,7 +52,7 @@ def export(
 def _model_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """What config.json says, else what most of the floating-point tensors are."""
     said = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    named = {str(dtype).removeprefix("torch."): dtype for dtype in KINDS.values()}
+    named = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
     return named.get(str(said)) or dominant_dtype(checkpoint.tensors)
 
 

@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.header import DTYPE_NAMES
+from compress.formats.scheme import Scheme
 
 Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
 
 # Named in full up to here, then counted.
 NAMED = 3
+
+
+# GGUF's and safetensors' names of the float types that weights are exported in.
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def unwatched(stage: str, done: int, total: int) -> None:
@@ -102,6 +107,11 @@ class Exported:
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             lines.append(f"rounded: {change}: {', '.join(names[:NAMED])}{more}")
         return [*lines, *(f"note: {note}" for note in self.notes)]
+
+
+def in_words(scheme: Scheme) -> str:
+    """A scheme for messages: "W4A16 in groups of 128"."""
+    return f"{scheme.name} in groups of {scheme.grid.group_size or 'a row'}"
 
 
 def type_name(dtype: torch.dtype) -> str:

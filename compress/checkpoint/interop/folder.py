@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections import Counter
@@ -14,18 +13,17 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.checkpoint.disk import opened, read_chunks
 from compress.checkpoint.interop.exported import Exported, Progress, Record, type_name
 from compress.checkpoint.layout import Section
 from compress.checkpoint.output import refuse_overlap
 from compress.checkpoint.reader import CONFIG, Checkpoint
+from compress.checkpoint.source import identity
 from compress.checkpoint.tokenizer import tokenizer_files
 from compress.checkpoint.writer import Writer
 from compress.formats.grid import TensorSpec
 from compress.formats.scheme import Scheme
 
 SHARD_BYTES = 4 << 30
-SAMPLE = 1 << 12
 BLOCK = re.compile(r".*?\.\d+(?=\.)")
 
 
@@ -106,18 +104,6 @@ def stored_parts(checkpoint: Checkpoint, module: str) -> dict[str, Tensor]:
     prefix = module + "."
     names = [name for name in checkpoint.tensors if name.startswith(prefix) and name != f"{prefix}bias"]
     return {name.removeprefix(prefix): checkpoint.read(name) for name in names}
-
-
-def identity(checkpoint: Checkpoint) -> str:
-    """A hash of config.json and, of each tensor, its name, dtype, shape and 4 KiB from both of its ends."""
-    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
-    for name, info in sorted(checkpoint.tensors.items()):
-        digest.update(f"{name} {info.dtype} {info.shape}".encode())
-        with opened(info.file) as descriptor:
-            for start in (info.offset, info.offset + max(0, info.nbytes - SAMPLE)):
-                for chunk in read_chunks(descriptor, start, min(SAMPLE, info.nbytes)):
-                    digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _sizes(parts: Sequence[Part]) -> dict[str, int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compress.checkpoint.agreement import refuse_extra, refuse_missing, refuse_shape, strangers
 from compress.checkpoint.interop import blocks
-from compress.checkpoint.interop.exported import Exported, Progress, Record, type_name, unwatched
+from compress.checkpoint.interop.exported import FLOATS, Exported, Progress, Record, in_words, type_name, unwatched
 from compress.checkpoint.interop.folder import stored_parts
 from compress.checkpoint.interop.gguf_architecture import (
     EMBEDDING,
@@ -45,7 +45,6 @@ KINDS = (AUTO, *TYPES)
 FILE = "model.gguf"
 # general.file_type: llama.cpp's number for files whose matrices are mostly of a type.
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Weights that are converted at once: 16 MB in float32.
 CHUNK = 1 << 22
 
@@ -148,7 +147,7 @@ def _kind(job: Job, piece: Piece) -> str:
         if _carries(scheme, piece, kind):
             return kind
     raise InputError(
-        f"{job.checkpoint.folder}: {piece.module} is {_describe(scheme)}, which no GGUF type holds as it is: give "
+        f"{job.checkpoint.folder}: {piece.module} is {in_words(scheme)}, which no GGUF type holds as it is: give "
         "--type Q8_0 or --type Q4_0 to round it"
     )
 
@@ -157,10 +156,6 @@ def _carries(scheme: Scheme, piece: Piece, kind: str) -> bool:
     grid = scheme.grid
     plain = grid.symmetric and scheme.threshold is None
     return blocks.carries(kind, grid.bits, piece.shape[1] // grid.groups(piece.shape[1]), plain)
-
-
-def _describe(scheme: Scheme) -> str:
-    return f"{scheme.name} in groups of {scheme.grid.group_size or 'a row'}"
 
 
 def _planned(job: Job, piece: Piece, linear: dict[str, str]) -> Planned:
@@ -191,7 +186,7 @@ def _bytes(job: Job, piece: Piece, kind: str) -> Iterator[Tensor]:
             yield _carried(job, piece, scheme, kind, order)
             return
         info = job.floats.tensors[piece.source]
-        source = type_name(info.dtype) if scheme is None else _describe(scheme)
+        source = type_name(info.dtype) if scheme is None else in_words(scheme)
         if source != kind and (source == "F64" or kind != "F32"):
             job.record.note_rounding(piece.source, source, kind)
         for rows in _rows(job, piece, order, packed=scheme is not None):
@@ -224,7 +219,7 @@ def _rows(job: Job, piece: Piece, order: Tensor | None, packed: bool) -> Iterato
 def _converted(rows: Tensor, kind: str) -> Tensor:
     if kind in blocks.BITS:
         return blocks.round_to(kind, rows.float())
-    converted = rows.to(DTYPES[kind])
+    converted = rows.to(FLOATS[kind])
     if not bool(torch.isfinite(converted).all()):
         raise ValueError(f"holds NaN, infinity or a value beyond the range of {kind}")
     return converted

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from compress.checkpoint.interop.exported import Exported, Progress, Record, unwatched
 from compress.checkpoint.interop.folder import Layout, Part, plain_names, plain_part, stored_parts, write
-from compress.checkpoint.interop.grouped import half_scales, one_scheme, shape_of, unpacked_linears
+from compress.checkpoint.interop.grouped import half_scales, one_scheme, unpacked_linears
+from compress.checkpoint.quantization_config import stored_shape
 from compress.checkpoint.reader import Checkpoint
 from compress.errors import InputError
 from compress.formats.grid import TensorSpec
@@ -61,7 +62,7 @@ def export(
 
 
 def _part(checkpoint: Checkpoint, module: str, scheme: Scheme) -> Part:
-    rows, columns = shape_of(checkpoint, module, scheme)
+    rows, columns = stored_shape(checkpoint, module, scheme)
     bits, groups = scheme.grid.bits, scheme.grid.groups(columns)
     if rows % WORD or columns % WORD:
         shape = f"has shape {[rows, columns]}, and GPTQ packs multiples of {WORD} both ways"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from compress.checkpoint.interop.exported import Record
+from compress.checkpoint.interop.exported import Record, in_words
 from compress.checkpoint.interop.folder import BLOCK
 from compress.checkpoint.reader import Checkpoint
 from compress.errors import InputError
@@ -28,15 +28,9 @@ def one_scheme(checkpoint: Checkpoint, schemes: Mapping[str, Scheme], allowed: S
             )
     found = list(dict.fromkeys(schemes.values()))
     if len(found) > 1:
-        told = " and ".join(f"{scheme.name} in groups of {scheme.grid.group_size or 'a row'}" for scheme in found[:2])
+        told = " and ".join(map(in_words, found[:2]))
         raise InputError(f"{checkpoint.folder}: holds {told}, and {name} holds one: export it as 'dense' instead")
     return found[0]
-
-
-def shape_of(checkpoint: Checkpoint, module: str, scheme: Scheme) -> tuple[int, int]:
-    """Rows and columns of a weight stored as pack-quantized."""
-    rows, words = checkpoint.tensors[f"{module}.weight_packed"].shape
-    return rows, words * 32 // scheme.grid.bits
 
 
 def half_scales(checkpoint: Checkpoint, module: str, scale: Tensor, record: Record) -> Tensor:

@@ -80,13 +80,13 @@ class Compiler(NamedTuple):
 def supported(root: Path = Path("/")) -> tuple[str, ...]:
     """The variants that this processor can run, best first; empty where there are none. `root`: where /proc lies."""
     features = _mac_features() if sys.platform == "darwin" else _linux_features(root / "proc" / "cpuinfo")
-    return tuple(name for name in VARIANTS if ARCHITECTURES[name] == _machine() and FEATURES[name] <= features)
+    return tuple(name for name in VARIANTS if ARCHITECTURES[name] == machine() and FEATURES[name] <= features)
 
 
 def variants() -> tuple[str, ...]:
     """The variants that the compiler can build for this architecture, runnable here or not. Unavailable without one."""
     command = compiler().command
-    mine = (name for name in VARIANTS if ARCHITECTURES[name] == _machine())
+    mine = (name for name in VARIANTS if ARCHITECTURES[name] == machine())
     return tuple(name for name in mine if _accepts(command, VARIANTS[name]))
 
 
@@ -100,7 +100,7 @@ def choose() -> str:
     if choice == OFF:
         raise Unavailable(f"{CHOICE}={OFF} turns the native kernels off: unset it to use them")
     if not choice and not runs:
-        names = [name for name in VARIANTS if ARCHITECTURES[name] == _machine()]
+        names = [name for name in VARIANTS if ARCHITECTURES[name] == machine()]
         wanted = f"{names[-1]} at least" if names else f"one with {', '.join(VARIANTS)}"
         raise Unavailable(f"no native kernels run on this processor ({platform.machine()}): they need {wanted}")
     if not choice:
@@ -184,7 +184,7 @@ def _compile(command: tuple[str, ...], flags: tuple[str, ...], source: Path, out
 
 
 def _key(variant: str, source: Path, found: Compiler) -> str:
-    parts = (source_sha256(variant, source), *found.command[1:], found.version, sys.platform, _machine())
+    parts = (source_sha256(variant, source), *found.command[1:], found.version, sys.platform, machine())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -228,7 +228,8 @@ def _plain() -> dict[str, str]:
     return {**os.environ, "LC_ALL": "C"}
 
 
-def _machine() -> str:
+def machine() -> str:
+    """The processor's family, one name for each whatever the system calls it."""
     name = platform.machine().lower()
     return ALIASES.get(name, name)
 

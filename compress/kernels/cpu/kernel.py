@@ -47,12 +47,7 @@ class CpuKernel:
 
     def refuses(self, scheme: Scheme, device: torch.device) -> str | None:
         """The reason why weights of `scheme` cannot be multiplied on `device`, or None."""
-        if device.type != "cpu":
-            return "runs on the CPU alone"
-        group = scheme.grid.group_size
-        if group is not None and group % COLUMNS:
-            return f"its groups are multiples of {COLUMNS} columns, not {group}"
-        return None
+        return "runs on the CPU alone" if device.type != "cpu" else refuses(scheme)
 
     def prepare(self, tensors: dict[str, Tensor], scheme: Scheme, device: torch.device) -> Prepared:
         """Stored `tensors` (by suffix) turned into panels."""
@@ -105,6 +100,14 @@ class CpuKernel:
             return None
         missed, seen = prepared.tensors["counts"].tolist()
         return missed, seen
+
+
+def refuses(scheme: Scheme) -> str | None:
+    """The reason why the library cannot multiply weights of `scheme`, told without having it, or None."""
+    group = scheme.grid.group_size
+    if group is not None and group % COLUMNS:
+        return f"its groups are multiples of {COLUMNS} columns, not {group}"
+    return None
 
 
 def activation_group(scale_group: int) -> int:

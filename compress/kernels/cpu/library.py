@@ -57,10 +57,13 @@ class CacheLayout(Structure):
 class Engine:
     """The library of one variant and a thread pool of its own. Calls from several Python threads take turns."""
 
-    def __init__(self, threads: int | None = None) -> None:
-        """Build the library or find it. Raises build.Unavailable where there is none; threads: by default all."""
+    def __init__(self, threads: int | None = None, library: Path | None = None) -> None:
+        """threads: by default all. library: a file of `build.choose`'s variant; by default it is built or found.
+
+        Raises build.Unavailable where there is none.
+        """
         self.variant = build.choose()
-        self.library = _open(build.compile_library(self.variant))
+        self.library = _open(library or build.compile_library(self.variant))
         self.threads = threads or available_threads()
         self.pointer = self.library.lmpress_engine_new(self.threads)
         if not self.pointer:

@@ -66,13 +66,18 @@ class Packing:
 
     @property
     def block(self) -> int:
-        """Columns of a block (layout.py)."""
-        return 512 // self.bits
+        """Columns of a block."""
+        return block_columns(self.bits)
 
     @property
     def span(self) -> int:
         """Columns that surely share a scale: what the compiled variant counts on."""
         return self.block if self.group is None else min(self.group, self.block)
+
+
+def block_columns(bits: int) -> int:
+    """Columns of one block (layout.py), 16 words: 128 of 4 bits, 64 of 8."""
+    return 512 // bits
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ def test_a_compiler_that_was_named_and_does_not_work_is_not_replaced(
 
 
 def test_every_variant_of_this_architecture_can_be_built() -> None:
-    machine = build._machine()
+    machine = build.machine()
     assert build.variants() == tuple(name for name in build.VARIANTS if build.ARCHITECTURES[name] == machine)
 
 

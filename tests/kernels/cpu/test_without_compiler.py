@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from compress.kernels import exported
+from compress.kernels.build import host_library
 from compress.kernels.cpu import build
 from compress.runtime.generate import Sampling, generate
 from compress.runtime.load import Execution, load_model
@@ -35,3 +38,24 @@ def test_generate_goes_on_with_torch_operations(tiny_llama: Path, tmp_path: Path
     assert told["text"] == wanted and set(told["kernels"]) == {"reference"}
     assert [line for line in done.stderr.splitlines() if "torch" in line] == done.stderr.splitlines()
     assert done.stderr.count("\n") == 1 and REASON in done.stderr
+
+
+@pytest.mark.skipif(not build.supported(), reason="this processor runs none of the variants")
+def test_the_checkpoint_s_own_library_runs_where_it_is_trusted(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = compress_folder(tiny_llama, tmp_path / "packed", "W4A16", 32)
+    variant, tokens = build.choose(), torch.arange(20)[None]
+    exported.write(folder, [host_library(variant)], [exported.HOST])
+    wanted = load_model(folder).hidden(tokens)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    untrusted = load_model(folder)
+    assert set(untrusted.kernels.values()) == {"reference"}
+    assert [told["name"] for told in untrusted.fallbacks] == ["native kernels"]
+    trusted = load_model(folder, execution=Execution(trust_kernels=True))
+    assert set(trusted.kernels.values()) == {f"cpu-{variant}"} and not trusted.fallbacks
+    assert torch.equal(trusted.hidden(tokens), wanted)
+    monkeypatch.setenv(build.CHOICE, "none")
+    switched_off = load_model(folder, execution=Execution(trust_kernels=True))
+    assert set(switched_off.kernels.values()) == {"reference"} and switched_off.fallbacks

@@ -84,7 +84,7 @@ EXPORT int32_t lmpress_blocks(void* engine, const Block* blocks, int64_t count, 
     });
 }
 
-// Integers, steps and sums that `linear` makes of x: for tests.
+// Integers and steps that `linear` makes of x: for tests.
 EXPORT int32_t lmpress_quantize(void* engine, const Linear* linear, const float* x, int64_t rows, int8_t* integers,
                                 float* steps) {
     return guarded([&] {
