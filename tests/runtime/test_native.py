@@ -111,13 +111,13 @@ def test_cache_types(plain: Path, kv_cache: str, bound: float) -> None:
 
 
 def test_a_sequence_does_not_depend_on_its_batch(plain: Path, tmp_path: Path) -> None:
-    """To the bit, though three rows run on other units than one."""
+    """To the bit, though three rows run on other units than one, and many are cut into blocks amid a sequence."""
     folder = write_packed(plain, tmp_path / "packed", scheme_named("W4A16", 32))
-    model = load_model(folder)
-    for width in (1, 3, 41):
-        together = model.hidden(TOKENS[:, :width])
-        alone = torch.cat([model.hidden(row[None, :width]) for row in TOKENS])
-        assert torch.equal(together, alone)
+    model = load_model(folder, execution=Execution(threads=2))
+    for batch, width in ((3, 1), (3, 3), (3, 41), (7, 41)):
+        tokens = torch.randint(0, 256, (batch, width), generator=torch.Generator().manual_seed(batch))
+        alone = torch.cat([model.hidden(row[None]) for row in tokens])
+        assert torch.equal(model.hidden(tokens), alone), (batch, width)
 
 
 def test_without_native_kernels(plain: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Weights as the C++ kernels want them: panels of 16 output rows side by side (source/linear.h draws the layout).
+"""Weights as the C++ kernels want them: panels of 16 output rows side by side (source/weights.h draws the layout).
 
 N rows and K columns, both padded with zeros: N to a multiple of 16, K to a multiple of 8.
 """

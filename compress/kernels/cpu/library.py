@@ -21,7 +21,7 @@ INT8, INT4 = 3, 4
 
 
 class LinearLayout(Structure):
-    """`Linear` of linear.h. Pointers are addresses of tensors that the caller keeps alive; 0 for none."""
+    """`Linear` of weights.h. Pointers are addresses of tensors that the caller keeps alive; 0 for none."""
 
     _fields_ = [
         ("weight", c_void_p), ("scale", c_void_p), ("zero", c_void_p), ("bias", c_void_p),

@@ -124,6 +124,22 @@ def test_activations_are_rounded_as_in_the_reference(kernel: CpuKernel) -> None:
         assert torch.equal(integers, want.view(11, 256)) and torch.equal(steps, step.view(11, -1))
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30], ids=["usual", "tiny", "huge"])
+def test_activations_are_rounded_as_by_a_division(kernel: CpuKernel, size: float) -> None:
+    """Numbers beside the ties between two integers, where the last bit of the quotient decides."""
+    generator = torch.Generator().manual_seed(0)
+    step = (torch.rand(256, 1, generator=generator, dtype=torch.float64) + 0.5) * size
+    ties = torch.randint(-127, 127, (256, 4096), generator=generator) + 0.5
+    x = (ties * step).float()
+    x = torch.stack([x, x.nextafter(torch.tensor(torch.inf)), x.nextafter(-torch.tensor(torch.inf))], dim=-1)
+    x = x.view(256, -1)[:, :8192].contiguous()
+    x[:, ::64] = (127.0 * step).float()  # the largest of each group
+    prepared = prepare_random(kernel, SCHEMES["W4A16 g64"], 16, 8192)
+    integers, steps = kernel.engine.quantize(prepared.layout, x)
+    want, wanted_step = quantize_tokens(x.view(-1, 64), 127.0)
+    assert torch.equal(steps, wanted_step.view(256, -1)) and torch.equal(integers, want.view(256, -1))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_is_not_finite_shows(kernel: CpuKernel, name: str, bad: float) -> None:

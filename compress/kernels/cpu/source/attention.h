@@ -13,6 +13,7 @@
 constexpr int KEYS = 128;  // keys per block of the online softmax
 constexpr int MAX_HEAD = 256;
 constexpr float NOTHING = -1e30f;
+constexpr int64_t MOST_PARTS = 16;  // of one token's keys
 
 // The cache of all layers; Python's `CacheLayout` mirrors it field by field.
 struct Cache {
@@ -88,6 +89,14 @@ struct Softmax {
     float scale, cap;  // cap: 0 for none
 };
 
+// The scores of 16 keys from `key`, but nothing of those before `first` or from `last` on.
+static inline Floats mask(Floats scores, int64_t key, int64_t first, int64_t last) {
+    alignas(64) static constexpr float LANE[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Floats lane = load(LANE), nothing = splat(2 * NOTHING);
+    scores = where_less(lane, splat(static_cast<float>(first - key)), nothing, scores);
+    return where_less(lane, splat(static_cast<float>(last - key)), scores, nothing);
+}
+
 // Scores of P panels of 16 keys from `key`, masked, for M rows.
 template <class Number, int M, int P>
 static inline void score_panels(const HeadCache<Number>& head, const Heads& heads, const QueryRows& rows, int64_t key,
@@ -107,10 +116,8 @@ static inline void score_panels(const HeadCache<Number>& head, const Heads& head
             Floats score = mul(sums[m][p], scale);
             if (softmax.cap > 0)
                 score = mul(splat(softmax.cap), hyperbolic_tangent(divide(score, splat(softmax.cap))));
+            if (key < rows.first[m] || key + LANES > rows.last[m]) score = mask(score, key, rows.first[m], rows.last[m]);
             store(&scores[m][at], score);
-            if (key >= rows.first[m] && key + LANES <= rows.last[m]) continue;
-            for (int lane = 0; lane < LANES; ++lane)
-                if (key + lane < rows.first[m] || key + lane >= rows.last[m]) scores[m][at + lane] = 2 * NOTHING;
         }
     }
 }
@@ -198,15 +205,18 @@ static void attend_rows(const HeadCache<Number>& head, const Heads& heads, int64
 // Write the attended values of the parts' rows, which cover all keys between them.
 static inline void join_parts(const QueryRows& rows, const Partial* parts, int64_t count, int64_t size) {
     for (int m = 0; m < rows.count; ++m) {
-        float largest = NOTHING;
+        float largest = NOTHING, total = 0.0f, fade[MOST_PARTS];
         for (int64_t part = 0; part < count; ++part) largest = std::max(largest, parts[part].largest[m]);
-        float total = 0.0f;
-        for (int64_t i = 0; i < size; ++i) rows.out[m][i] = 0.0f;
         for (int64_t part = 0; part < count; ++part) {
-            const float fade = std::exp(parts[part].largest[m] - largest);
-            total += parts[part].total[m] * fade;
-            for (int64_t i = 0; i < size; ++i) rows.out[m][i] += parts[part].values[m][i] * fade;
+            fade[part] = std::exp(parts[part].largest[m] - largest);
+            total += parts[part].total[m] * fade[part];
         }
-        for (int64_t i = 0; i < size; ++i) rows.out[m][i] /= total;
+        const Divisor divisor(total);
+        for (int64_t i = 0; i < size; i += LANES) {
+            Floats sum = splat(0.0f);
+            for (int64_t part = 0; part < count; ++part)
+                sum = add(sum, mul(load(parts[part].values[m] + i), splat(fade[part])));
+            store_part(rows.out[m] + i, divisor.divide_into(sum), size - i);
+        }
     }
 }

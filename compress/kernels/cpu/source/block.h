@@ -1,6 +1,8 @@
 // One decoder block: everything between two residual streams, in half a dozen parallel regions.
 #pragma once
 
+#include <memory>
+
 #include "attention.h"
 #if defined(__AMX_INT8__)
 #include "matrix_amx.h"
@@ -22,8 +24,8 @@ struct Block {
 
 // What a model needs between two calls, grown as needed and kept.
 struct Scratch {
-    std::vector<float> normed, query, key, value, attended, gate, up, change;
-    std::vector<Partial> parts;
+    Buffer<float> normed, query, key, value, attended, gate, up, change;
+    Buffer<Partial> parts;
     Activations input;
 };
 
@@ -31,15 +33,34 @@ struct Engine {
     bool matrix_units;
     Pool pool;
     Scratch scratch;
+    std::vector<std::unique_ptr<Engine>> alone;
     // Permission first: threads have what their process had when they were made.
-    explicit Engine(int threads) : matrix_units(allow_matrix_units()), pool(threads) {
+    explicit Engine(int threads)
+        : matrix_units(allow_matrix_units()), pool(threads), alone(static_cast<size_t>(threads)) {
         scratch.input.matrix_units = matrix_units;
+    }
+    // What `thread` uses when it works by itself.
+    Engine& own(int thread) {
+        std::unique_ptr<Engine>& engine = alone[static_cast<size_t>(thread)];
+        if (!engine) engine = std::make_unique<Engine>(1);
+        return *engine;
     }
 };
 
-static inline float* room(std::vector<float>& buffer, int64_t size) {
-    if (static_cast<int64_t>(buffer.size()) < size) buffer.resize(static_cast<size_t>(size));
-    return buffer.data();
+// Call task(engine, first row, rows) for blocks of rows. Where there are enough, each block is one thread's work, so
+// that what lies between its layers stays in that core's cache; few rows are one block, on which all threads work.
+template <class Task>
+static inline void each_block(Engine& engine, int64_t rows, const Task& task) {
+    // A block has two to four units of rows, the last of all perhaps not whole: enough for matrix units in any case, so
+    // that the number of threads changes no bit.
+    constexpr int64_t UNIT = 32, LEAST = 2, MOST = 4;
+    const int64_t threads = engine.pool.threads();
+    if (rows < threads * LEAST * UNIT) return task(engine, 0, rows);
+    const int64_t units = (rows + UNIT - 1) / UNIT, blocks = (units + threads * MOST - 1) / (threads * MOST) * threads;
+    engine.pool.run(blocks, [&](int64_t chunk, int thread) {
+        const int64_t first = chunk * units / blocks * UNIT, last = std::min(rows, (chunk + 1) * units / blocks * UNIT);
+        task(engine.own(thread), first, last - first);
+    });
 }
 
 // Call task(row) for every row: alone where there are few, in parallel chunks where there are many.
@@ -74,8 +95,7 @@ static inline void norm(Pool& pool, const float* x, const float* weight, float e
 // One layer's product with the input at hand, written to `to` or added to what stands there.
 struct Product {
     const Linear* linear;
-    float* to;
-    bool accumulate;
+    Output output;
 };
 
 static inline bool same_grid(const Linear& a, const Linear& b) {
@@ -95,9 +115,9 @@ struct Chunks {
         const int64_t row = chunk / across * ROWS, last_row = std::min(rows, row + ROWS);
 #if defined(__AMX_INT8__)
         if (is_integer(linear) ? input.row_by_row : linear.type == BFLOAT16 && input.is_split)
-            return multiply_matrix_units(linear, input, row, last_row, panel, last, product.to, product.accumulate);
+            return multiply_matrix_units(linear, input, row, last_row, panel, last, product.output);
 #endif
-        multiply_range(linear, input, row, last_row, panel, last, product.to, product.accumulate);
+        multiply_range(linear, input, row, last_row, panel, last, product.output);
     }
 };
 
@@ -131,24 +151,30 @@ static inline void rotate(float* x, const float* cosine, const float* sine, int6
     }
 }
 
-// Norm (where there is one), turn and store queries and keys of one token, and store its values.
+// Queries, keys and values of one token, [heads, head size] each.
+struct Token {
+    float *queries, *keys;
+    const float* values;
+};
+
+// Norm (where there is one) and turn queries and keys of a token, and store its keys and values.
 template <class Number>
 static void place_token(const Block& block, const Heads& heads, const Cache& cache, int64_t layer, int64_t tokens,
-                        int64_t row, Scratch& scratch) {
+                        int64_t row, const Token& token) {
     const int64_t position = cache.length + row % tokens, size = heads.size;
     const float* cosine = block.cosine + position * (size / 2);
     const float* sine = block.sine + position * (size / 2);
     for (int64_t head = 0; head < heads.query; ++head) {
-        float* query = scratch.query.data() + (row * heads.query + head) * size;
+        float* query = token.queries + head * size;
         if (block.query_norm) norm_row(query, block.query_norm, block.epsilon, size, query);
         rotate(query, cosine, sine, size);
     }
     for (int64_t head = 0; head < heads.shared; ++head) {
-        float* key = scratch.key.data() + (row * heads.shared + head) * size;
+        float* key = token.keys + head * size;
         if (block.key_norm) norm_row(key, block.key_norm, block.epsilon, size, key);
         rotate(key, cosine, sine, size);
         const HeadCache<Number> into(cache, heads, layer, row / tokens, head);
-        append(into, cache.capacity, size, position, key, scratch.value.data() + (row * heads.shared + head) * size);
+        append(into, cache.capacity, size, position, key, token.values + head * size);
     }
 }
 
@@ -160,7 +186,7 @@ static inline QueryRows tile_rows(const Block& block, const Heads& heads, const 
     const int64_t start = tile * TILE, stop = std::min<int64_t>(start + TILE, tokens == 1 ? group : tokens);
     for (int64_t index = start; index < stop; ++index, ++rows.count) {
         const int64_t token = tokens == 1 ? 0 : index, query = tokens == 1 ? head * group + index : head;
-        const int64_t at = ((sequence * tokens + token) * heads.query + query) * size;
+        const int64_t at = (sequence * tokens + token) * spread(heads.query * size) + query * size;
         rows.query[rows.count] = scratch.query.data() + at;
         rows.out[rows.count] = scratch.attended.data() + at;
         rows.last[rows.count] = cache.length + token + 1;
@@ -168,8 +194,6 @@ static inline QueryRows tile_rows(const Block& block, const Heads& heads, const 
     }
     return rows;
 }
-
-constexpr int64_t MOST_PARTS = 16;
 
 template <class Number>
 static void attend(Engine& engine, const Block& block, const Heads& heads, const Cache& cache, int64_t layer,
@@ -241,46 +265,62 @@ static inline void add_normed(Engine& engine, const float* weight, float epsilon
 static inline void return_to_stream(Engine& engine, const Linear& linear, const float* norm_after, float epsilon,
                                     int64_t rows, float* x) {
     Scratch& scratch = engine.scratch;
-    if (norm_after == nullptr) return multiply(engine.pool, {{&linear, x, true}}, rows, scratch.input);
-    multiply(engine.pool, {{&linear, room(scratch.change, rows * linear.rows), false}}, rows, scratch.input);
-    add_normed(engine, norm_after, epsilon, rows, linear.rows, x);
+    const int64_t width = linear.rows;
+    if (norm_after == nullptr) return multiply(engine.pool, {{&linear, {x, width, true}}}, rows, scratch.input);
+    float* change = room(scratch.change, rows * width);
+    multiply(engine.pool, {{&linear, {change, width, false}}}, rows, scratch.input);
+    add_normed(engine, norm_after, epsilon, rows, width, x);
 }
-
-// Rows that pass through the MLP together: what lies between its layers is wide, and should stay in cache.
-constexpr int64_t MLP_ROWS = 256;
 
 static void run_mlp(Engine& engine, const Block& block, int64_t rows, float* x) {
     Scratch& scratch = engine.scratch;
-    const int64_t width = block.gate.columns, inner = block.gate.rows;
-    float *normed = room(scratch.normed, rows * width), *gate = room(scratch.gate, rows * inner);
-    float* up = room(scratch.up, rows * inner);
+    const int64_t width = block.gate.columns, inner = block.gate.rows, stride = spread(inner);
+    float *normed = room(scratch.normed, rows * width), *gate = room(scratch.gate, rows * stride);
+    float* up = room(scratch.up, rows * stride);
     norm(engine.pool, x, block.mlp_norm, block.epsilon, rows, width, normed);
-    scratch.input.replace(normed);
-    multiply(engine.pool, {{&block.gate, gate, false}, {&block.up, up, false}}, rows, scratch.input);
-    each_row(engine.pool, rows, [&](int64_t row) { gate_row(block, gate + row * inner, up + row * inner, inner); });
-    scratch.input.replace(gate);
+    scratch.input.replace(normed, width);
+    multiply(engine.pool, {{&block.gate, {gate, stride, false}}, {&block.up, {up, stride, false}}}, rows,
+             scratch.input);
+    each_row(engine.pool, rows, [&](int64_t row) { gate_row(block, gate + row * stride, up + row * stride, inner); });
+    scratch.input.replace(gate, stride);
     return_to_stream(engine, block.down, block.mlp_norm_after, block.epsilon, rows, x);
+}
+
+// Queries of `rows` rows from the row `first` on, and their keys and values into the cache.
+template <class Number>
+static void place_rows(Engine& engine, const Block& block, const Heads& heads, const Cache& cache, int64_t layer,
+                       int64_t tokens, int64_t first, int64_t rows, const float* x, float* query) {
+    Scratch& scratch = engine.scratch;
+    const int64_t width = block.query.columns, queries = spread(block.query.rows), keys = spread(block.key.rows);
+    float *normed = room(scratch.normed, rows * width), *key = room(scratch.key, rows * keys);
+    float* value = room(scratch.value, rows * keys);
+    norm(engine.pool, x, block.input_norm, block.epsilon, rows, width, normed);
+    scratch.input.replace(normed, width);
+    multiply(engine.pool,
+             {{&block.query, {query, queries, false}},
+              {&block.key, {key, keys, false}},
+              {&block.value, {value, keys, false}}},
+             rows, scratch.input);
+    each_row(engine.pool, rows, [&](int64_t row) {
+        const Token token{query + row * queries, key + row * keys, value + row * keys};
+        place_token<Number>(block, heads, cache, layer, tokens, first + row, token);
+    });
 }
 
 template <class Number>
 static void run_block(Engine& engine, const Block& block, const Heads& heads, const Cache& cache, int64_t layer,
                       int64_t tokens, float* x) {
-    Scratch& scratch = engine.scratch;
-    const int64_t rows = cache.batch * tokens, width = block.query.columns;
-    float* normed = room(scratch.normed, rows * width);
-    norm(engine.pool, x, block.input_norm, block.epsilon, rows, width, normed);
-    scratch.input.replace(normed);
-    float* query = room(scratch.query, rows * block.query.rows);
-    float* key = room(scratch.key, rows * block.key.rows);
-    float* value = room(scratch.value, rows * block.value.rows);
-    multiply(engine.pool, {{&block.query, query, false}, {&block.key, key, false}, {&block.value, value, false}}, rows,
-             scratch.input);
-    each_row(engine.pool, rows,
-             [&](int64_t row) { place_token<Number>(block, heads, cache, layer, tokens, row, scratch); });
-    scratch.input.replace(room(scratch.attended, rows * block.query.rows));
+    const int64_t rows = cache.batch * tokens, width = block.query.columns, stride = spread(block.query.rows);
+    float* query = room(engine.scratch.query, rows * stride);
+    float* attended = room(engine.scratch.attended, rows * stride);
+    each_block(engine, rows, [&](Engine& own, int64_t first, int64_t count) {
+        place_rows<Number>(own, block, heads, cache, layer, tokens, first, count, x + first * width,
+                           query + first * stride);
+    });
     attend<Number>(engine, block, heads, cache, layer, tokens);
-    return_to_stream(engine, block.output, block.attention_norm_after, block.epsilon, rows, x);
-
-    for (int64_t row = 0; row < rows; row += MLP_ROWS)
-        run_mlp(engine, block, std::min(MLP_ROWS, rows - row), x + row * width);
+    each_block(engine, rows, [&](Engine& own, int64_t first, int64_t count) {
+        own.scratch.input.replace(attended + first * stride, stride);
+        return_to_stream(own, block.output, block.attention_norm_after, block.epsilon, count, x + first * width);
+        run_mlp(own, block, count, x + first * width);
+    });
 }

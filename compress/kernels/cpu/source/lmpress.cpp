@@ -36,8 +36,8 @@ EXPORT void lmpress_engine_free(void* engine) { delete static_cast<Engine*>(engi
 EXPORT int32_t lmpress_multiply(void* engine, const Linear* linear, const float* x, int64_t rows, float* y) {
     return guarded([&] {
         Engine& self = *static_cast<Engine*>(engine);
-        self.scratch.input.replace(x);
-        multiply(self.pool, {{linear, y, false}}, rows, self.scratch.input);
+        self.scratch.input.replace(x, linear->columns);
+        multiply(self.pool, {{linear, {y, linear->rows, false}}}, rows, self.scratch.input);
     });
 }
 
@@ -90,7 +90,7 @@ EXPORT int32_t lmpress_quantize(void* engine, const Linear* linear, const float*
     return guarded([&] {
         Engine& self = *static_cast<Engine*>(engine);
         Activations input;
-        input.replace(x);
+        input.replace(x, linear->columns);
         quantize(self.pool, *linear, rows, input);
         for (int64_t row = 0; row < rows && is_integer(*linear); ++row)
             for (int64_t column = 0; column < input.padded; column += OCTET)

@@ -117,10 +117,11 @@ static inline void store_sums(Number (&to)[SUMS][TILE_ROWS][LANES]) {
     _tile_stored(3, to[3], TILE_BYTES);
 }
 
-// The largest block of columns that fills a tile's row and divides a group.
-static inline int64_t block_columns(int64_t group) {
+// Bytes of columns in a tile's row: the most that divide a group, or a row of bfloat16.
+static inline int64_t tile_columns(const Linear& linear) {
+    const int64_t bytes = is_integer(linear) ? linear.group : 2 * linear.padded_columns;
     int64_t columns = TILE_BYTES;
-    while (group % columns) columns -= OCTET;
+    while (bytes % columns) columns -= OCTET;
     return columns;
 }
 
@@ -145,10 +146,7 @@ struct TilePlace {
 static inline void multiply_integer_tiles(const Linear& linear, const Activations& input, const TileJob& job,
                                           const TilePlace& place, TileSums& sums) {
     alignas(64) int32_t products[SUMS][TILE_ROWS][LANES];
-    const int64_t columns = block_columns(linear.group);
-    configure(TileShapes(place.count, columns));
-    for (int sum = 0; sum < job.sums(); ++sum)
-        for (int64_t m = 0; m < TILE_ROWS; ++m) store(sums.values[sum][m], splat(0.0f));
+    const int64_t columns = tile_columns(linear);
     for (int64_t group = 0; group < input.groups; ++group) {
         zero_sums();
         add_blocks<true>(job, group * linear.group, columns, linear.group / columns);
@@ -161,7 +159,8 @@ static inline void multiply_integer_tiles(const Linear& linear, const Activation
             for (int64_t m = 0; m < rows; ++m) {
                 const Ints exact = _mm512_load_si512(products[sum][m]);
                 float* total = sums.values[sum][m];
-                store(total, scale.add_to(load(total), exact, input, (first + m) * input.groups + group));
+                const Floats before = group == 0 ? splat(0.0f) : load(total);
+                store(total, scale.add_to(before, exact, input, (first + m) * input.groups + group));
             }
         }
     }
@@ -169,8 +168,7 @@ static inline void multiply_integer_tiles(const Linear& linear, const Activation
 
 static inline void multiply_float_tiles(const Linear& linear, const Activations& input, TileJob job,
                                         const TilePlace& place, TileSums& sums) {
-    const int64_t padded = linear.padded_columns, bytes = block_columns(2 * padded);
-    configure(TileShapes(place.count, bytes));
+    const int64_t padded = linear.padded_columns, bytes = tile_columns(linear);
     zero_sums();
     for (int64_t part = 0; part < 3; ++part) {
         const uint16_t* x = input.splits.data() + (part * input.rows_split + place.row) * padded;
@@ -184,18 +182,22 @@ static inline void multiply_float_tiles(const Linear& linear, const Activations&
 // M rows of sums with a panel: their outlier columns added, and written to y.
 template <int M>
 static inline void finish_rows(const Linear& linear, const Activations& input, const float (*sums)[LANES], int64_t row,
-                               int64_t panel, float* y, bool accumulate) {
+                               int64_t panel, const Output& output) {
     Floats values[M][1];
     for (int m = 0; m < M; ++m) values[m][0] = load(sums[m]);
     if (linear.outliers > 0) add_outliers<M, 1>(linear, input, row, panel, values);
-    for (int m = 0; m < M; ++m) write_row(linear, values[m][0], row + m, panel, y, accumulate);
+    for (int m = 0; m < M; ++m) write_row(linear, values[m][0], row + m, panel, output);
 }
 
-// One pass: the product of the place's rows and panels, written to y.
+// One pass: the product of the place's rows and panels.
 static inline void multiply_place(const Linear& linear, const Activations& input, TileJob& job, const TilePlace& place,
-                                  float* y, bool accumulate) {
+                                  const Output& output) {
     TileSums sums;
     const int64_t padded = linear.padded_columns;
+    // Where the sums will go is on its way into the cache while they are made.
+    for (int64_t row = place.row; row < place.row + place.count; ++row)
+        for (int64_t panel = place.panel; panel < place.panel + job.panels; ++panel)
+            __builtin_prefetch(output.to + row * output.stride + panel * LANES, 1);
     if (is_integer(linear)) {
         const int8_t* x = input.integers.data() + place.row * padded;
         job.left[0] = x;
@@ -211,20 +213,22 @@ static inline void multiply_place(const Linear& linear, const Activations& input
         const int64_t first = place.first_row(job, sum), rows = place.rows(job, sum);
         const int64_t panel = place.panel + job.panel(sum);
         int64_t m = 0;
+        for (; m + TILE_ROWS <= rows; m += TILE_ROWS)
+            finish_rows<TILE_ROWS>(linear, input, sums.values[sum] + m, first + m, panel, output);
         for (; m + 4 <= rows; m += 4)
-            finish_rows<4>(linear, input, sums.values[sum] + m, first + m, panel, y, accumulate);
-        for (; m < rows; ++m)
-            finish_rows<1>(linear, input, sums.values[sum] + m, first + m, panel, y, accumulate);
+            finish_rows<4>(linear, input, sums.values[sum] + m, first + m, panel, output);
+        for (; m < rows; ++m) finish_rows<1>(linear, input, sums.values[sum] + m, first + m, panel, output);
     }
 }
 
 // Rows row..last_row of the product with panels first..last.
 static inline void multiply_matrix_units(const Linear& linear, const Activations& input, int64_t row, int64_t last_row,
-                                         int64_t first, int64_t last, float* y, bool accumulate) {
-    static thread_local std::vector<uint8_t> widened;
+                                         int64_t first, int64_t last, const Output& output) {
+    static thread_local Buffer<uint8_t> widened;
     const int64_t padded = linear.padded_columns, panel_bytes = padded * LANES;  // of bytes
     if (linear.type == INT4) widened.resize(static_cast<size_t>(SUMS * panel_bytes));
-    const int64_t step = last_row - row <= TILE_ROWS ? SUMS : 2;
+    const int64_t step = last_row - row <= TILE_ROWS ? SUMS : 2, columns = tile_columns(linear);
+    int64_t configured = 0;  // rows that the registers are shaped for
     for (int64_t panel = first; panel < last; panel += step) {
         TileJob job{};
         job.panels = std::min(step, last - panel);
@@ -242,7 +246,9 @@ static inline void multiply_matrix_units(const Linear& linear, const Activations
         for (int64_t start = row; start < last_row; start += 2 * TILE_ROWS) {
             const TilePlace place{start, std::min<int64_t>(2 * TILE_ROWS, last_row - start), panel};
             job.two_rows = place.count > TILE_ROWS;
-            multiply_place(linear, input, job, place, y, accumulate);
+            if (place.count != configured) configure(TileShapes(place.count, columns));
+            configured = place.count;
+            multiply_place(linear, input, job, place, output);
         }
     }
     _tile_release();

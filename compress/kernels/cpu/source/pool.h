@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -34,6 +35,7 @@ class Pool {
     int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
     // Call task(chunk, thread) for every chunk below `count`, the caller taking its share. Returns when all are done.
+    // Throws bad_alloc where one of them did.
     template <class Task>
     void run(int64_t count, const Task& task) {
         if (count <= 1 || workers_.empty()) {
@@ -44,7 +46,12 @@ class Pool {
         const uint64_t last = state_.load() >> 32;
         state_.store(last << 32 | CLOSED);
         call_ = [](const void* context, int64_t chunk, int thread) {
-            (*static_cast<const Task*>(context))(chunk, thread);
+            try {
+                (*static_cast<const Task*>(context))(chunk, thread);
+                return true;
+            } catch (const std::bad_alloc&) {
+                return false;
+            }
         };
         context_ = &task;
         count_.store(static_cast<uint32_t>(count));
@@ -57,6 +64,7 @@ class Pool {
         }
         take_chunks(static_cast<uint32_t>(epoch), 0);
         wait_until_done();
+        if (failed_.exchange(false)) throw std::bad_alloc();
     }
 
   private:
@@ -69,7 +77,7 @@ class Pool {
         uint64_t state = state_.load();
         while (static_cast<uint32_t>(state >> 32) == epoch && static_cast<uint32_t>(state) < count_) {
             if (!state_.compare_exchange_weak(state, state + 1)) continue;
-            call_(context_, static_cast<int64_t>(static_cast<uint32_t>(state)), thread);
+            if (!call_(context_, static_cast<int64_t>(static_cast<uint32_t>(state)), thread)) failed_.store(true);
             if (done_.fetch_add(1) + 1 == count_ && waiting_.load()) {
                 { std::lock_guard<std::mutex> lock(mutex_); }
                 finished_.notify_one();
@@ -118,14 +126,14 @@ class Pool {
         return ready();
     }
 
-    using Call = void (*)(const void*, int64_t, int);
+    using Call = bool (*)(const void*, int64_t, int);
     Call call_ = nullptr;
     const void* context_ = nullptr;
     std::atomic<uint32_t> count_{0};
     alignas(64) std::atomic<uint64_t> state_{0};  // epoch << 32 | next chunk
     alignas(64) std::atomic<uint32_t> done_{0};
     std::atomic<int> sleepers_{0};
-    std::atomic<bool> waiting_{false}, stopping_{false};
+    std::atomic<bool> waiting_{false}, stopping_{false}, failed_{false};
     std::mutex mutex_;
     std::condition_variable awake_, finished_;
     std::vector<std::thread> workers_;

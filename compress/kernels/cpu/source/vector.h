@@ -35,7 +35,7 @@ static inline Floats exponential(Floats x) {
     for (const float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
         series = fma(series, rest, splat(term));
     series = fma(series, mul(rest, rest), add(rest, splat(1.0f)));
-    return zero_where_below(scale_by_power_of_two(series, power), x, lowest);
+    return where_less(x, lowest, splat(0.0f), scale_by_power_of_two(series, power));
 }
 
 static inline Floats sigmoid(Floats x) {

@@ -103,9 +103,10 @@ static inline __m256 power_of_two(__m256i power) {
 static inline Floats scale_by_power_of_two(Floats a, Ints power) {
     return {_mm256_mul_ps(a.left, power_of_two(power.left)), _mm256_mul_ps(a.right, power_of_two(power.right))};
 }
-static inline Floats zero_where_below(Floats a, Floats x, Floats bound) {
-    return {_mm256_and_ps(_mm256_cmp_ps(x.left, bound.left, _CMP_NLT_UQ), a.left),
-            _mm256_and_ps(_mm256_cmp_ps(x.right, bound.right, _CMP_NLT_UQ), a.right)};
+// below where x < bound, else above: there where x is NaN, too.
+static inline Floats where_less(Floats x, Floats bound, Floats below, Floats above) {
+    return {_mm256_blendv_ps(above.left, below.left, _mm256_cmp_ps(x.left, bound.left, _CMP_LT_OQ)),
+            _mm256_blendv_ps(above.right, below.right, _mm256_cmp_ps(x.right, bound.right, _CMP_LT_OQ))};
 }
 
 // 32 bfloat16 as two columns of 16 rows each: even ones and odd ones.

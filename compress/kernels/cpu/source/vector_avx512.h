@@ -47,8 +47,9 @@ static inline Ints clamp_int8(Ints a) {
 static inline Floats scale_by_power_of_two(Floats a, Ints power) {
     return _mm512_scalef_ps(a, _mm512_cvtepi32_ps(power));
 }
-static inline Floats zero_where_below(Floats a, Floats x, Floats bound) {
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, bound, _CMP_NLT_UQ), a);
+// below where x < bound, else above: there where x is NaN, too.
+static inline Floats where_less(Floats x, Floats bound, Floats below, Floats above) {
+    return _mm512_mask_mov_ps(above, _mm512_cmp_ps_mask(x, bound, _CMP_LT_OQ), below);
 }
 
 // Four bytes to every lane, straight from memory.

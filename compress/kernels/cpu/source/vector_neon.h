@@ -108,11 +108,9 @@ static inline Floats scale_by_power_of_two(Floats a, Ints power) {
         return vmulq_f32(a.part[i], vreinterpretq_f32_s32(exponent));
     });
 }
-static inline Floats zero_where_below(Floats a, Floats x, Floats bound) {
-    return floats([&](int i) {
-        const uint32x4_t kept = vbicq_u32(vreinterpretq_u32_f32(a.part[i]), vcltq_f32(x.part[i], bound.part[i]));
-        return vreinterpretq_f32_u32(kept);
-    });
+// below where x < bound, else above: there where x is NaN, too.
+static inline Floats where_less(Floats x, Floats bound, Floats below, Floats above) {
+    return floats([&](int i) { return vbslq_f32(vcltq_f32(x.part[i], bound.part[i]), below.part[i], above.part[i]); });
 }
 
 // 32 bfloat16 as two columns of 16 rows each: even ones and odd ones.
