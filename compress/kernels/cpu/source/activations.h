@@ -120,24 +120,23 @@ static inline float quantize_group(const float* x, int64_t width, int64_t count,
 static inline const float* without_outliers(const Linear& linear, const float* x, int64_t row, Activations& into,
                                             int64_t* missed) {
     static thread_local Buffer<float> buffer;
-    const int64_t count = (linear.columns + LANES - 1) / LANES * LANES;
-    float* inside = room(buffer, count);
-    std::copy(x, x + linear.columns, inside);
-    std::fill(inside + linear.columns, inside + count, 0.0f);
+    float* inside = room(buffer, linear.columns + LANES);
+    Chains over;
+    const Floats threshold = splat(linear.threshold), none = splat(0.0f), one = splat(1.0f);
+    Chains::each(linear.columns, [&](int64_t i, int chain) {
+        const Floats part = load_part(x + i, linear.columns - i);
+        store(inside + i, part);
+        over.of[chain] = add(over.of[chain], where_less(absolute(part), threshold, none, one));
+    });
+    // Past the last column there are zeros, which are below any threshold that is one.
+    int64_t count = static_cast<int64_t>(sum_lanes(over.joined(add)));
     for (int64_t i = 0; i < linear.outliers; ++i) {
         float& outlier = inside[linear.outlier_columns[i]];
+        count -= !(std::fabs(outlier) < linear.threshold);
         into.outliers[static_cast<size_t>(row * linear.outliers + i)] = outlier;
         outlier = 0.0f;
     }
-    if (linear.threshold > 0) {
-        Chains over;
-        const Floats threshold = splat(linear.threshold), none = splat(0.0f), one = splat(1.0f);
-        Chains::each(count, [&](int64_t i, int chain) {
-            const Floats size = absolute(load(inside + i));
-            over.of[chain] = add(over.of[chain], where_less(size, threshold, none, one));
-        });
-        *missed = static_cast<int64_t>(sum_lanes(over.joined(add)));
-    }
+    if (linear.threshold > 0) *missed = count;
     return inside;
 }
 

@@ -116,7 +116,8 @@ static inline void score_panels(const HeadCache<Number>& head, const Heads& head
             Floats score = mul(sums[m][p], scale);
             if (softmax.cap > 0)
                 score = mul(splat(softmax.cap), hyperbolic_tangent(divide(score, splat(softmax.cap))));
-            if (key < rows.first[m] || key + LANES > rows.last[m]) score = mask(score, key, rows.first[m], rows.last[m]);
+            if (key < rows.first[m] || key + LANES > rows.last[m])
+                score = mask(score, key, rows.first[m], rows.last[m]);
             store(&scores[m][at], score);
         }
     }
