@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
 from compress import methods
 from compress.errors import USAGE, InputError
-from compress.formats import format_named
-from compress.formats.scheme import Scheme
+from compress.formats import format_named, sparse24
+from compress.formats.grid import FLOAT_BITS
+from compress.formats.scheme import FLOATS, Scheme, pruned
 from compress.matching import select
 from compress.model import Pair, Skeleton, input_groups, pairs
 from compress.recipe import Recipe, Stage
 
 EVERY_BLOCK_LINEAR = ("*",)
+NOTHING: Mapping[str, float] = MappingProxyType({})
 ROUTERS = frozenset({"gate", "router"})
 SUGGESTED_GROUPS = (128, 64, 32)
 
@@ -25,12 +28,27 @@ Needs = dict[Group, tuple[frozenset[str], float | None]]
 
 @dataclass(frozen=True)
 class LayerTask:
-    """A linear layer to be quantized: its shape [N, K], the quantize stage that has the last word, its scheme."""
+    """A linear layer to be compressed: its shape [N, K], the stage that has the last word, its scheme.
+
+    prune: the stage that chooses its mask, None where it stays dense; `stage` itself where nothing quantizes it.
+    """
 
     name: str
     shape: tuple[int, int]
     stage: Stage
     scheme: Scheme
+    prune: Stage | None = None
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The input statistics that its stages want."""
+        return self.stage.needs | (frozenset() if self.prune is None else self.prune.needs)
+
+    @property
+    def method(self) -> str:
+        """What is done to it, in the recipe's words: "gptq", "sparsegpt", "sparsegpt+gptq"."""
+        stages = [stage for stage in (self.prune, self.stage) if stage is not None]
+        return "+".join(dict.fromkeys(stage.method for stage in stages))
 
 
 @dataclass(frozen=True)
@@ -43,36 +61,45 @@ class TransformTask:
 
 @dataclass(frozen=True)
 class Assignment:
-    """All tasks of a recipe on one model. untouched: linear layers left alone, with the reason."""
+    """All tasks of a recipe on one model. untouched: linear layers left alone, with the reason. spared: those that no
+    stage prunes although its targets name them."""
 
     layers: dict[str, LayerTask]
     transforms: tuple[TransformTask, ...]
     untouched: dict[str, str]
     notes: tuple[str, ...]
+    spared: frozenset[str] = frozenset()
 
     @property
     def needs_calibration(self) -> bool:
-        tasks: list[Stage] = [task.stage for task in self.layers.values()] + [task.stage for task in self.transforms]
-        return any(stage.needs for stage in tasks)
+        return any(task.needs for task in self.layers.values()) or any(task.stage.needs for task in self.transforms)
 
 
-def assign(recipe: Recipe, skeleton: Skeleton) -> Assignment:
+def assign(recipe: Recipe, skeleton: Skeleton, dense: Mapping[str, float] = NOTHING) -> Assignment:
     """Match the recipe's stages against `skeleton`. Where two quantize stages name a layer, the later one holds.
+
+    dense: layers that no stage prunes, with the KL divergence for whose sake they are spared.
 
     Raises InputError, with the recipe path or layer and the mend, for patterns that match nothing, shapes that the
     format refuses, a scheme that the method cannot make, siblings under different schemes, embeddings, and a transform
-    behind the quantization of its layers.
+    or pruning behind the quantization of its layers, or a second pruning.
     """
     layers: dict[str, LayerTask] = {}
+    prunes: dict[str, Stage] = {}
     transforms: list[TransformTask] = []
     notes: list[str] = []
     for stage in recipe.stages:
         chosen = _select(stage, skeleton)
         if stage.kind == "transform":
-            late = [name for name in chosen if name in layers]
-            if late:
-                raise InputError(f"{stage.where}: an earlier stage quantizes {late[0]}: put the transform first", USAGE)
+            _refuse_late(stage, chosen, layers)
             transforms.append(_transform(stage, skeleton, chosen))
+            continue
+        if stage.kind == "prune":
+            _refuse_late(stage, chosen, layers)
+            twice = next((name for name in chosen if name in prunes), None)
+            if twice is not None:
+                raise InputError(f"{stage.where}: {prunes[twice].where} prunes {twice} already: ignore it here", USAGE)
+            prunes |= {name: stage for name in chosen if name not in dense}
             continue
         _check_method(stage)
         again = [name for name in chosen if name in layers]
@@ -80,9 +107,16 @@ def assign(recipe: Recipe, skeleton: Skeleton) -> Assignment:
             notes.append(f"{stage.where} replaces the earlier scheme of {len(again)} layers")
         for name in chosen:
             assert stage.scheme is not None, "the recipe gives every quantize stage one"
-            layers[name] = LayerTask(name, skeleton.shape(name), stage, stage.scheme)
+            layers[name] = _task(name, skeleton.shape(name), stage, prunes.get(name))
+    layers |= {
+        name: _task(name, skeleton.shape(name), stage, stage) for name, stage in prunes.items() if name not in layers
+    }
     if not layers:
-        raise InputError("recipe: field 'stages' has no quantize stage: add one, transforms alone save nothing", USAGE)
+        raise InputError(
+            "recipe: field 'stages' has no quantize or prune stage: add one, transforms alone save nothing", USAGE
+        )
+    notes += _larger_than_kept(layers.values())
+    notes += [f"{name} is kept dense: pruned alone it costs a KL of {kl:.3g}" for name, kl in dense.items()]
     ordered = {name: layers[name] for name in skeleton.linears if name in layers}
     _check_formats(list(ordered.values()))
     _check_siblings(ordered, skeleton)
@@ -90,7 +124,58 @@ def assign(recipe: Recipe, skeleton: Skeleton) -> Assignment:
         transforms[number], note = _in_front_of(task, ordered, skeleton)
         notes += note
     untouched = {name: _why_untouched(name, skeleton) for name in skeleton.linears if name not in layers}
-    return Assignment(ordered, tuple(transforms), untouched, tuple(notes))
+    untouched |= {name: f"kept dense: pruned alone, KL {dense[name]:.3g}" for name in untouched if name in dense}
+    return Assignment(ordered, tuple(transforms), untouched, tuple(notes), frozenset(dense))
+
+
+def _refuse_late(stage: Stage, chosen: Sequence[str], layers: Mapping[str, LayerTask]) -> None:
+    """Raise InputError where a stage before this one has put a layer on its grid already."""
+    late = next((name for name in chosen if name in layers), None)
+    if late is not None:
+        raise InputError(f"{stage.where}: an earlier stage quantizes {late}: put the {stage.kind} stage first", USAGE)
+
+
+def _task(name: str, shape: tuple[int, int], stage: Stage, prune: Stage | None) -> LayerTask:
+    """What is done to a layer, under the scheme that a mask makes of the stage's own.
+
+    Raises InputError for a mask that nothing stores: on an asymmetric grid, beside outlier columns, or of another
+    pattern than 2:4 with floats.
+    """
+    scheme = FLOATS if stage.scheme is None else stage.scheme
+    if prune is None or prune.pattern is None:
+        return LayerTask(name, shape, stage, scheme)
+    if not scheme.grid.symmetric or scheme.threshold is not None:
+        kind = "is asymmetric" if scheme.threshold is None else "has outlier columns"
+        raise InputError(
+            f"{stage.where}: {scheme.name} {kind}, and no format stores that with pruned weights: use a symmetric "
+            f"scheme for {name}, or ignore it in the prune stage",
+            USAGE,
+        )
+    if shape[1] % prune.pattern.of:
+        raise InputError(
+            f"{prune.where}.targets: {name} has {shape[1]} input columns, not a multiple of {prune.pattern.of}: ignore "
+            "it there",
+            USAGE,
+        )
+    sparse = pruned(scheme, prune.pattern)
+    if sparse.format == FLOATS.format:
+        raise InputError(
+            f"{prune.where}.pattern: {prune.pattern} of floats is stored by no format: use 2:4, or quantize {name} too",
+            USAGE,
+        )
+    return LayerTask(name, shape, stage, sparse, prune)
+
+
+def _larger_than_kept(tasks: Iterable[LayerTask]) -> list[str]:
+    """A note about layers whose pruned weights are stored as zeros, since only 2:4 has a format and kernels."""
+    zeros = [task for task in tasks if task.prune is not None and task.scheme.format != sparse24.NAME]
+    if not zeros:
+        return []
+    scheme = zeros[0].scheme
+    return [
+        f"{len(zeros)} layers pruned to {scheme.pattern} are stored and run at full size, as {scheme.format} with "
+        f"zeros ({zeros[0].name}, ...): only {sparse24.PATTERN} has a format and kernels"
+    ]
 
 
 def _select(stage: Stage, skeleton: Skeleton) -> list[str]:
@@ -148,14 +233,13 @@ def _in_front_of(
 
     Also a note, if any, about the pairs that it leaves out although some of their layers are quantized.
     """
-    kept = {index: tuple(p for p in found if layers.keys() >= set(p.consumers)) for index, found in task.pairs.items()}
+    rounded = {name for name, layer in layers.items() if layer.scheme.grid.bits != FLOAT_BITS}
+    kept = {index: tuple(p for p in found if rounded >= set(p.consumers)) for index, found in task.pairs.items()}
     stage = task.stage
     if not any(kept.values()):
         raise InputError(f"{stage.where}: none of its layers is quantized by a later stage: leave it out", USAGE)
     possible = [(index, pair) for index in kept for pair in pairs(skeleton, index)]
-    dropped = [
-        pair for index, pair in possible if pair not in kept[index] and not layers.keys().isdisjoint(pair.consumers)
-    ]
+    dropped = [pair for index, pair in possible if pair not in kept[index] and not rounded.isdisjoint(pair.consumers)]
     if not dropped:
         return TransformTask(stage, kept), []
     note = (
@@ -187,7 +271,7 @@ def block_needs(linears: list[str], assignment: Assignment, index: int) -> Needs
     wanted: Needs = {}
     for group in input_groups(linears):
         tasks = [assignment.layers[name] for name in group if name in assignment.layers]
-        needs = frozenset[str]().union(*(task.stage.needs for task in tasks))
+        needs = frozenset[str]().union(*(task.needs for task in tasks))
         for transform in assignment.transforms:
             if any(set(pair.consumers) & set(group) for pair in transform.pairs[index]):
                 needs |= transform.stage.needs

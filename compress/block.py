@@ -16,7 +16,9 @@ from compress.assignment import Group, LayerTask, Needs
 from compress.errors import InputError
 from compress.formats import format_named
 from compress.formats.grid import Quantized, dequantize
+from compress.formats.pattern import Pattern
 from compress.model import Pair, input_groups
+from compress.prune import Pruned, sparsegpt
 from compress.quantize import Solved
 from compress.quantize.scales import Search, preview
 from compress.recipe import Stage
@@ -132,13 +134,12 @@ class Block:
         Their float weights are dropped. Returns the stored tensors by full name and a report per layer.
         """
         began = time.monotonic()
-        stage, scheme = tasks[0].stage, tasks[0].scheme
+        scheme = tasks[0].scheme
         stats = next((stats for group, stats in self.stats.items() if tasks[0].name in group), None)
         weight = torch.cat([self.weights.pop(f"{task.name}.weight") for task in tasks])
         if not all_finite(weight):
             raise InputError(f"{', '.join(task.name for task in tasks)}: weights overflow float32: check the source's")
-        method = methods.find("quantize", stage.method)
-        solved: Solved = method.quantize(weight, stats, scheme.grid, stage.settings, scale_dtype)
+        solved = solve(tasks[0], weight, stats, scale_dtype)
         stored: dict[str, Tensor] = {}
         reports: list[LayerReport] = []
         start = 0
@@ -153,7 +154,7 @@ class Block:
             reports.append(
                 LayerReport(
                     name=task.name,
-                    method=stage.method,
+                    method=task.method,
                     scheme=scheme.name,
                     group_size=scheme.grid.group_size,
                     format=scheme.format,
@@ -176,6 +177,35 @@ class Block:
         return {name: weight.to(self.dtypes[name]).cpu() for name, weight in self.weights.items()}
 
 
+def solve(task: LayerTask, weight: Tensor, stats: InputStats | None, scale_dtype: torch.dtype) -> Solved:
+    """What the stages of `task` make of `weight` float32 [N, K]: pruned, put on the grid, or both."""
+    stage, prune = task.stage, task.prune
+    if prune is None or prune.pattern is None:
+        return _quantize(task, weight, stats, scale_dtype)
+    if isinstance(prune.settings, sparsegpt.Config) and prune.settings.joint and stage.method == "gptq":
+        return _quantize(task, weight, stats, scale_dtype, prune.pattern)
+    method = methods.find("prune", prune.method)
+    pruned: Pruned = method.prune(weight, stats, prune.pattern, prune.settings, scale_dtype)
+    if stage is prune:
+        ones = torch.ones(len(weight), 1, device=weight.device)
+        kept = Quantized(pruned.weight.to(scale_dtype), ones, mask=pruned.mask)
+        return Solved(kept, pruned.damping, pruned.fallback)
+    # Only GPTQ moves other weights than those it rounds; elsewhere what is zero stays so, on a symmetric grid.
+    held = (pruned.mask,) if stage.method == "gptq" else ()
+    solved = _quantize(task, pruned.weight, stats, scale_dtype, *held)
+    reasons = [reason for reason in (pruned.fallback, solved.fallback) if reason]
+    return replace(solved, quantized=replace(solved.quantized, mask=pruned.mask), fallback="; ".join(reasons) or None)
+
+
+def _quantize(
+    task: LayerTask, weight: Tensor, stats: InputStats | None, scale_dtype: torch.dtype, *sparsity: Pattern | Tensor
+) -> Solved:
+    """What the quantize stage of `task` makes of `weight`; a `sparsity` is for gptq, which alone takes one."""
+    method = methods.find("quantize", task.stage.method)
+    solved: Solved = method.quantize(weight, stats, task.scheme.grid, task.stage.settings, scale_dtype, *sparsity)
+    return solved
+
+
 def rounding_of(task: LayerTask, scale_dtype: torch.dtype) -> Rounding:
     """What the quantize stage of `task` will do to a weight, as far as a transform in front of it needs to know."""
     settings, grid = task.stage.settings, task.scheme.grid
@@ -191,10 +221,11 @@ def quantize_groups(linears: list[str], layers: Mapping[str, LayerTask]) -> list
     """The layers of a block in the batches that `Block.quantize` takes: one input, one method, one scheme each."""
     batches: list[list[LayerTask]] = []
     for group in input_groups(linears):
-        alike: dict[tuple[int, str], list[LayerTask]] = {}
+        alike: dict[tuple[int, int, str], list[LayerTask]] = {}
         for name in group:
             if name in layers:
-                alike.setdefault((id(layers[name].stage), layers[name].scheme.name), []).append(layers[name])
+                task = layers[name]
+                alike.setdefault((id(task.stage), id(task.prune), task.scheme.name), []).append(task)
         batches.extend(alike.values())
     return batches
 
@@ -231,4 +262,5 @@ def _rows(quantized: Quantized, rows: slice) -> Quantized:
         # A copy, since each layer stores its own.
         outlier_columns=None if quantized.outlier_columns is None else quantized.outlier_columns.clone(),
         outlier_weight=None if quantized.outlier_weight is None else quantized.outlier_weight[rows],
+        mask=None if quantized.mask is None else quantized.mask[rows],
     )

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from compress.errors import USAGE, InputError, did_you_mean
 
-KINDS = ("transform", "quantize")
+KINDS = ("transform", "prune", "quantize")
 
 
 def names(kind: str) -> list[str]:

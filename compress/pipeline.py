@@ -5,23 +5,25 @@ source -> skeleton -> assignment -> plan -> tokens -> walk over the blocks -> ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from compress.assignment import assign
+from compress import sensitivity
+from compress.assignment import Assignment, assign
 from compress.checkpoint import quantization_config
 from compress.checkpoint.output import WORK, partial_folder, refuse_overlap
 from compress.checkpoint.reader import Checkpoint, open_checkpoint
-from compress.checkpoint.source import Source, dequantized
-from compress.checkpoint.writer import Section, Writer
+from compress.checkpoint.source import Dequantized, Source, dequantized
+from compress.checkpoint.writer import Section, Writer, finished
 from compress.errors import USAGE, InputError
 from compress.model import Skeleton, build_skeleton
 from compress.outcome import Outcome, Run, closing_files, fingerprint, outlier_bytes, read_outcome
 from compress.plan import Plan, make_plan
 from compress.recipe import Recipe
-from compress.resident import bound_heap
+from compress.resident import bound_heap, release_memory
 from compress.run_log import Logged, Observer
 from compress.tokens import SELF, Tokens, calibration_tokens
 from compress.walk import Walk
@@ -55,6 +57,8 @@ def prepare(recipe: Recipe, dequantize: bool = False) -> Job:
     source = _open_source(Path(recipe.model), dequantize)
     skeleton = build_skeleton(source.folder)
     assignment = assign(recipe, skeleton)
+    if isinstance(source, Dequantized):
+        _refuse_pruned(source, assignment)
     return Job(recipe, source, skeleton, make_plan(recipe, source, skeleton, assignment))
 
 
@@ -71,9 +75,15 @@ def run(recipe: Recipe, options: RunOptions, observer: Observer) -> Outcome:
     refuse_overlap(output, job.source.folder)
     device = pick_device(options.device)
     # A named text is read before anything is created, so that its mistakes leave nothing behind.
+    sparing = any(stage.keep_dense for stage in recipe.stages)
     calibrated = job.plan.assignment.needs_calibration
     named = calibrated and recipe.calibration.source != SELF
     tokens = _tokens(job, device, output, observer) if named else None
+    if sparing and finished(output, fingerprint(recipe, job.source, device), options.restart):
+        job = _with_dense(job, _left_dense(read_outcome(output), job.plan.assignment))
+    elif sparing:
+        tokens = tokens or _tokens(job, device, output, observer)
+        job = _with_dense(job, _most_sensitive(job, tokens, device, observer))
     writer = _writer(job, device, output, options.restart)
     if writer.complete:
         observer.event("complete", output=str(output))
@@ -85,11 +95,44 @@ def run(recipe: Recipe, options: RunOptions, observer: Observer) -> Outcome:
         tokens = _tokens(job, device, output, observer)
     if tokens is not None:
         observer.event("tokens", **tokens.description)
-    records = Walk(job.source, job.skeleton, job.plan, writer, device, observer).run(tokens)
+    records = Walk(job.source, job.skeleton, job.plan, writer, device, observer).run(tokens if calibrated else None)
     result = Run(recipe, job.source, job.plan, tokens, writer.tensors, writer.sha256, records, device)
     writer.finish(closing_files(result), job.plan.bytes_after + outlier_bytes(result))
     observer.event("finished", output=str(output))
     return read_outcome(output)
+
+
+def _most_sensitive(job: Job, tokens: Tokens, device: torch.device, observer: Observer) -> dict[str, float]:
+    """The layers that pruning hurts most, found anew by every run: the same tokens and device give the same.
+
+    Raises InputError for a quantized source, which the measurement cannot prune.
+    """
+    if isinstance(job.source, Dequantized):
+        raise InputError(
+            "prune.keep_dense: is measured on a float model, and this one is quantized: leave it out", USAGE
+        )
+    found = sensitivity.measure(
+        job.source.folder,
+        job.plan.assignment,
+        tokens.ids,
+        device,
+        lambda done, total: observer.event("sensitivity", done=done, total=total),
+    )
+    release_memory(device)
+    return sensitivity.most_sensitive(found, job.plan.assignment)
+
+
+def _left_dense(outcome: Outcome, assignment: Assignment) -> dict[str, float]:
+    """The layers that a finished run has left dense, though a stage was to prune them."""
+    stored = {layer["name"]: layer["scheme"] for layer in outcome.manifest.layers}
+    pruned = [task for task in assignment.layers.values() if task.prune is not None]
+    return {task.name: math.nan for task in pruned if stored.get(task.name) != task.scheme.name}
+
+
+def _with_dense(job: Job, dense: dict[str, float]) -> Job:
+    """The job with the layers `dense` (name -> KL divergence when pruned alone) not pruned."""
+    assignment = assign(job.recipe, job.skeleton, dense)
+    return replace(job, plan=make_plan(job.recipe, job.source, job.skeleton, assignment))
 
 
 def _writer(job: Job, device: torch.device, output: Path, restart: bool) -> Writer:
@@ -122,6 +165,18 @@ def pick_device(wish: str) -> torch.device:
     if wish == "cuda" and not torch.cuda.is_available():
         raise InputError("--device: cuda is asked for, but torch sees no GPU: give cpu, or install a CUDA build", USAGE)
     return torch.device("cuda" if wish != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _refuse_pruned(source: Dequantized, assignment: Assignment) -> None:
+    """Raise InputError where a layer that a recipe prunes was pruned before: its zeros would count as small weights."""
+    for name, task in assignment.layers.items():
+        scheme = source.schemes.get(name)
+        if task.prune is not None and scheme is not None and scheme.pattern is not None:
+            raise InputError(
+                f"{task.prune.where}: {name} is pruned to {scheme.pattern} already in {source.folder}: start from the "
+                "float model",
+                USAGE,
+            )
 
 
 def _open_source(folder: Path, dequantize: bool) -> Source:

@@ -49,7 +49,7 @@ class Plan:
 
     sections: (name, {stored tensor: bytes}) in writing order: tensors outside the blocks, then the blocks.
     dropped: tensors of the source that are not written, with the reason.
-    exact: False where outlier columns, found at calibration, decide the size; bytes are an estimate then.
+    exact: False where calibration decides the size (outlier columns, layers kept dense): bytes are an estimate then.
     """
 
     assignment: Assignment
@@ -94,12 +94,17 @@ def make_plan(recipe: Recipe, source: Source, skeleton: Skeleton, assignment: As
     build.check(wanted_kernels(assignment, stored_dtype), recipe.export.kernels, "recipe: field 'export.kernels'")
     derived, copied = _check_tensors(source, skeleton)
     dropped = {**_duplicates(source, skeleton), **derived}
-    tokens = recipe.calibration.samples * recipe.calibration.seqlen if assignment.needs_calibration else 0
+    sparing = any(stage.keep_dense for stage in recipe.stages)
+    wanted = assignment.needs_calibration or sparing
+    tokens = recipe.calibration.samples * recipe.calibration.seqlen if wanted else 0
     notes = [*assignment.notes, *copied]
     if derived:
         notes.append(
             f"{len(derived)} stored tables that loaders compute themselves are dropped ({next(iter(derived))})"
         )
+    undecided = sparing and not assignment.spared
+    if undecided:
+        notes.append("prune.keep_dense: which layers stay dense is found out by the run; sizes are those without them")
     positions = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
     if tokens and positions and recipe.calibration.seqlen > positions:
         notes.append(
@@ -127,7 +132,7 @@ def make_plan(recipe: Recipe, source: Source, skeleton: Skeleton, assignment: As
         sections=_sections(skeleton.blocks, stored),
         dropped=dropped,
         scale_dtype=stored_dtype,
-        exact=all(task.scheme.threshold is None for task in assignment.layers.values()),
+        exact=all(task.scheme.threshold is None for task in assignment.layers.values()) and not undecided,
         peak_memory=_peak_memory(recipe, source, skeleton, assignment),
         spill_bytes=max(0, activations - ACTIVATION_BUDGET),
         kv_bytes_per_token=_cache_bytes(recipe, skeleton, model_dtype),
@@ -229,7 +234,7 @@ def _row(name: str, shape: tuple[int, ...], task: LayerTask | None, sizes: tuple
     bits = 8 * sizes[1] / max(1, prod(shape))
     if task is None:
         return Row(name, shape, "copy", "", "dense", kernel, bits, *sizes)
-    method, scheme = task.stage.method, task.scheme
+    method, scheme = task.method, task.scheme
     group = f" g{scheme.grid.group_size}" if scheme.grid.group_size else ""
     return Row(name, shape, method, scheme.name + group, scheme.format, kernel, bits, *sizes)
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, WithJsonSchema, f
 from compress import methods
 from compress.document import Place, override, read, refuse_unknown, short, validate
 from compress.errors import USAGE, InputError, did_you_mean
+from compress.formats.pattern import Pattern, pattern_named
 from compress.formats.scheme import Scheme, scheme_named
 
 SHIPPED = "compress.recipes"
@@ -97,13 +98,17 @@ class Stage:
     """One step: a method, its settings, and the modules it works on.
 
     targets and ignore: globs over module names, class names, or `re:` patterns; ("*",) is every Linear of the decoder
-    blocks. scheme: of quantize stages only. where: the stage's place, for messages.
+    blocks. scheme: of quantize stages only. pattern and keep_dense (the share of
+    the layers, those that pruning hurts most, which stay dense): of prune stages only. where: the stage's place, for
+    messages.
     """
 
     kind: str
     method: str
     settings: BaseModel
     scheme: Scheme | None = None
+    pattern: Pattern | None = None
+    keep_dense: float = 0.0
     targets: tuple[str, ...] = ("*",)
     ignore: tuple[str, ...] = ()
     where: str = field(default="stages", compare=False, repr=False)
@@ -118,6 +123,8 @@ class Stage:
         body: dict[str, Any] = {"method": self.method}
         if self.scheme is not None:
             body |= {"scheme": self.scheme.name, "group_size": self.scheme.grid.group_size or "channel"}
+        if self.pattern is not None:
+            body |= {"pattern": str(self.pattern), "keep_dense": self.keep_dense}
         body |= self.settings.model_dump(mode="json")
         return {self.kind: body, "targets": list(self.targets), "ignore": list(self.ignore)}
 
@@ -214,6 +221,17 @@ class _Quantize(BaseModel):
     group_size: int | Literal["channel"] | None = None
 
 
+class _Prune(BaseModel):
+    """Keys that every pruner shares. pattern: kept columns of a group, such as 2:4. keep_dense: share of the layers
+    that stay dense, those whose pruning alone moves the model most."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: str
+    pattern: str = "2:4"
+    keep_dense: float = Field(default=0.0, ge=0, lt=1)
+
+
 class _Scope(BaseModel):
     """Keys beside the method: which modules."""
 
@@ -251,7 +269,9 @@ def _body_schema(kind: str, method: str, definitions: dict[str, Any]) -> dict[st
     return body | {"title": method, "properties": shared | body.get("properties", {}), "required": required}
 
 
-def _heads(kind: str) -> type[_Head] | type[_Quantize]:
+def _heads(kind: str) -> type[_Head] | type[_Prune] | type[_Quantize]:
+    if kind == "prune":
+        return _Prune
     return _Quantize if kind == "quantize" else _Head
 
 
@@ -275,6 +295,9 @@ def _stage(raw: Any, place: Place) -> Stage:
     try:
         method = methods.find(kind, head.method)
         scheme = scheme_named(head.scheme, head.group_size) if isinstance(head, _Quantize) else None
+        pattern, keep_dense = None, 0.0
+        if isinstance(head, _Prune):
+            pattern, keep_dense = pattern_named(head.pattern), head.keep_dense
     except InputError as error:
         raise InputError(f"{place.document}: field {inner.path}.{error}", USAGE) from error
     refuse_unknown(settings, (*shared, *method.Config.model_fields), inner)
@@ -288,6 +311,8 @@ def _stage(raw: Any, place: Place) -> Stage:
         method=head.method,
         settings=config,
         scheme=scheme,
+        pattern=pattern,
+        keep_dense=keep_dense,
         targets=scope.targets,
         ignore=scope.ignore,
         where=f"{place.document}: {place.path}",

@@ -31,8 +31,8 @@ class Logged:
         self.observer = observer
 
     def event(self, kind: str, /, **fields: Any) -> None:
-        """Append one line and pass the event on. Progress of sampling is not worth a line."""
-        if kind != "sampling":
+        """Append one line and pass the event on. Mere progress is not worth a line."""
+        if kind not in ("sampling", "sensitivity"):
             line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **fields}
             with self.path.open("ab") as stream:
                 stream.write(json.dumps(line).encode() + b"\n")

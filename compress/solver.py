@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.formats.pattern import Pattern, keep_largest
+
 MAXIMUM_DAMPING = 1.0
 ESCALATION = 10.0
 LEAST_RAISED = 0.001
@@ -56,24 +58,93 @@ def factorize(hessian: Tensor, damping: float, order: Tensor | None = None) -> F
         damping = min(max(damping * ESCALATION, LEAST_RAISED), MAXIMUM_DAMPING)
 
 
+def visiting_order(hessian: Tensor, activation_order: bool, width: int = 1) -> Tensor | None:
+    """Columns of `hessian` [K, K] by falling activation energy, or None for as they are; groups of `width` columns,
+    which pruning decides together, stay side by side."""
+    if not activation_order:
+        return None
+    groups = hessian.diagonal().view(-1, width).sum(1).argsort(descending=True, stable=True)
+    return (groups[:, None] * width + torch.arange(width, device=groups.device)).flatten()
+
+
 def solve_columns(
-    weight: Tensor, upper: Tensor, decide: Callable[[int, Tensor], Tensor], block_size: int = 128
+    weight: Tensor,
+    upper: Tensor,
+    decide: Callable[[int, Tensor], Tensor],
+    block_size: int = 128,
+    choice: Choice | None = None,
 ) -> None:
     """Decide the columns of `weight` in order, compensating each one's error in those to come.
 
     weight: float32 [K, N], the layer's weight transposed so that a column is one contiguous row; overwritten with the
     decided values. upper: [K, K] from `factorize`, in the same order. decide(j, values [N]) gives column j's final
-    values.
+    values. choice: what looks at the columns of a group, as they stand then, before the first of them is decided.
     """
     columns = len(weight)
+    width = 1 if choice is None else choice.width
+    block_size += -block_size % width
     for start in range(0, columns, block_size):
         stop = min(start + block_size, columns)
         block = weight[start:stop]
         corner = upper[start:stop, start:stop]
         errors = torch.empty_like(block)
         for j in range(stop - start):
+            if choice is not None and j % width == 0:
+                group = slice(j, j + width)
+                choice.choose(start + j, block[group] - corner[:j, group].T @ errors[:j])
             values = torch.addmv(block[j], errors[:j].T, corner[:j, j], alpha=-1) if j else block[0].clone()
             decided = decide(start + j, values)
             torch.sub(values, decided, out=errors[j]).div_(corner[j, j])
             block[j] = decided
         weight[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
+
+
+class Choice:
+    """SparseGPT's choice of a mask (arXiv 2301.00774, section 3.3): of every group of columns those are kept that would
+    cost most to lose, w^2 / U[j, j]^2, judged when the group is reached.
+
+    mask: bool [K, N] in visiting order, filled as the solver goes.
+    """
+
+    def __init__(self, pattern: Pattern, upper: Tensor, rows: int) -> None:
+        self.pattern = pattern
+        self.width = pattern.of
+        self.costs = pivot_costs(upper)
+        self.mask = torch.empty(len(upper), rows, dtype=torch.bool, device=upper.device)
+
+    def choose(self, j: int, values: Tensor) -> None:
+        """Fill the mask of the columns from `j` on, which stand at `values` [width, N]."""
+        group = slice(j, j + self.width)
+        self.mask[group] = keep_largest((values.square() * self.costs[group, None]).T, self.pattern).T
+
+
+def pivot_costs(upper: Tensor, order: Tensor | None = None) -> Tensor:
+    """What an error of each column costs [K] once the columns visited later have made up for it: U[j, j]^-2.
+
+    In the order of the weight's columns, where `order` says in which they are visited.
+    """
+    costs = upper.diagonal().square().reciprocal()
+    return costs if order is None else torch.empty_like(costs).index_copy_(0, order, costs)
+
+
+def prune_columns(
+    weight: Tensor, upper: Tensor, order: Tensor | None, pattern: Pattern, block_size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """SparseGPT (arXiv 2301.00774, algorithm 1): `weight` [N, K] pruned, its kept values rounded to `dtype` but still
+    float32, and its mask. upper: from `factorize`, in the order in which columns are visited."""
+    visit = torch.arange(weight.shape[1], device=weight.device) if order is None else order
+    choice = Choice(pattern, upper, len(weight))
+    columns = weight.T[visit]
+
+    def decide(j: int, values: Tensor) -> Tensor:
+        return (values * choice.mask[j]).to(dtype).float()
+
+    solve_columns(columns, upper, decide, block_size, choice)
+    return back_in_order(columns, visit), back_in_order(choice.mask, visit)
+
+
+def back_in_order(visited: Tensor, visit: Tensor) -> Tensor:
+    """[K, N] in visiting order as [N, K] in the weight's own."""
+    result = torch.empty_like(visited)
+    result[visit] = visited
+    return result.T.contiguous()

@@ -14,14 +14,15 @@ from compress.errors import InputError
 class InputStats:
     """Statistics of inputs x [tokens, K] shared by one or more linear layers. What no method asked for is None.
 
-    absmax, mean_abs: float32 [K], of |x|. hessian: float32 [K, K], X^T X / tokens (half the Hessian of the layer's mean
-    squared output error, GPTQ, arXiv 2210.17323, section 3). outlier_share: float32 [K], the share of tokens with
-    |x| >= `threshold` (LLM.int8(), arXiv 2208.07339, section 3.2).
+    absmax, mean_abs: float32 [K], of |x|. mean_square: float32 [K], of x^2. hessian: float32 [K, K], X^T X / tokens
+    (half the Hessian of the layer's mean squared output error, GPTQ, arXiv 2210.17323, section 3). outlier_share:
+    float32 [K], the share of tokens with |x| >= `threshold` (LLM.int8(), arXiv 2208.07339, section 3.2).
     """
 
     tokens: int
     absmax: Tensor | None = None
     mean_abs: Tensor | None = None
+    mean_square: Tensor | None = None
     hessian: Tensor | None = None
     outlier_share: Tensor | None = None
     threshold: float | None = None
@@ -37,6 +38,7 @@ class InputStats:
             self,
             absmax=None if self.absmax is None else self.absmax / scale,
             mean_abs=None if self.mean_abs is None else self.mean_abs / scale,
+            mean_square=None if self.mean_square is None else self.mean_square / scale.square(),
             hessian=None if self.hessian is None else self.hessian / scale / scale[:, None],
             outlier_share=None,
         )
@@ -62,8 +64,8 @@ def _mirror(total: Tensor) -> Tensor:
 
 
 class StatsAccumulator:
-    """Collects InputStats over batches. `needs` is a subset of mean_abs, hessian, outliers (and absmax, which is always
-    kept); `threshold` goes with outliers."""
+    """Collects InputStats over batches. `needs` is a subset of mean_abs, mean_square, hessian, outliers (and absmax,
+    which is always kept); `threshold` goes with outliers."""
 
     def __init__(self, name: str, needs: frozenset[str], threshold: float | None = None) -> None:
         self.name = name
@@ -86,6 +88,8 @@ class StatsAccumulator:
         self.sums["absmax"] = torch.maximum(self.sums["absmax"], peak) if self.tokens else peak
         if "mean_abs" in self.needs:
             self._accumulate("mean_abs", magnitude.float().sum(0))
+        if "mean_square" in self.needs:
+            self._accumulate("mean_square", magnitude.float().square_().sum(0))
         if "outliers" in self.needs and self.threshold is not None:
             self._accumulate("outliers", (magnitude >= self.threshold).float().sum(0))
         if "hessian" in self.needs:
@@ -106,6 +110,7 @@ class StatsAccumulator:
             tokens=self.tokens,
             absmax=self.sums["absmax"],
             mean_abs=self.sums["mean_abs"] / self.tokens if "mean_abs" in self.sums else None,
+            mean_square=self.sums["mean_square"] / self.tokens if "mean_square" in self.sums else None,
             hessian=None if hessian is None else _mirror(hessian).div_(self.tokens),
             outlier_share=self.sums["outliers"] / self.tokens if "outliers" in self.sums else None,
             threshold=self.threshold,

@@ -40,8 +40,9 @@ def calibration_tokens(
 ) -> Tokens:
     """The tokens that `recipe.calibration` names.
 
-    Text that the model writes itself is written on `device` and kept in folder `work`, for a resumed run; nothing else
-    creates that folder. Raises InputError for a text that is missing, unreadable, or too short for one sequence.
+    Text that the model writes itself is written on `device` and kept in folder `work`, for a resumed run, once there is
+    the unfinished output that it lies in; nothing else creates that folder. Raises InputError for a text that is
+    missing, unreadable, or too short for one sequence.
     """
     wanted = recipe.calibration
     notes: list[str] = []
@@ -90,7 +91,9 @@ def _self_written(
         )
     model = load_model(source.folder, device)
     ids = sample_sequences(model, start, wanted.samples, wanted.seqlen, wanted.seed, progress=progress)
-    work.mkdir(parents=True, exist_ok=True)
+    if not work.parent.exists():  # Nothing has been begun that could be resumed.
+        return ids
+    work.mkdir(exist_ok=True)
     unfinished = kept.with_suffix(".unfinished")
     save_file({"ids": ids.contiguous()}, unfinished)
     unfinished.rename(kept)

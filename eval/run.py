@@ -19,6 +19,7 @@ from compress.eval.host import host, versions
 from compress.eval.layers import layer_rows, misses_since
 from compress.eval.quality import Progress, measure_losses, quality_block
 from compress.eval.size import Size, kv_bytes_of, measure_size
+from compress.eval.sparsity import pruning_notes
 from compress.eval.speed import Bench
 from compress.eval.subject import Stored, Subject, open_stored, open_subject
 from compress.eval.text import Windows, cut_windows
@@ -76,6 +77,7 @@ def evaluate(request: Request, progress: Progress = quiet) -> dict[str, Any]:
         losses = measure_losses(subject.model, baseline.model if baseline else None, windows, progress)
         quality = quality_block(losses, windows)
         costs = runtime_costs(subject, windows, progress)
+    notes += pruning_notes(subject.stored, quality.get("kl_mean"))
     kernels = subject.model.kernels
     misses = misses_since(misses_before, subject.model) if windows else {}
     threads = threads_of(subject.model)

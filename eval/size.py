@@ -12,7 +12,7 @@ from compress.architecture import CacheSizes
 from compress.checkpoint import Checkpoint, TensorInfo
 from compress.checkpoint.source import dominant_dtype
 from compress.eval.tables import layer_kind
-from compress.formats import pack_quantized
+from compress.formats import format_named
 from compress.formats.scheme import Scheme
 from compress.runtime.config import Unsupported, read_config
 
@@ -67,11 +67,9 @@ def measure_size(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> Size:
 
 def _module_size(name: str, infos: list[TensorInfo], scheme: Scheme | None) -> ModuleSize:
     # What stands for the weight itself; scales, zero points and outlier columns add bytes but no weights.
-    weight = next((info for info in infos if info.name in (f"{name}.weight", f"{name}.weight_packed")), infos[0])
-    weights = prod(weight.shape)
-    if scheme is not None and scheme.format == pack_quantized.NAME:
-        weights *= pack_quantized.WORD // scheme.grid.bits
-    return ModuleSize(name, scheme, weights, sum(info.nbytes for info in infos))
+    stored = {info.name.rpartition(".")[2]: info.shape for info in infos}
+    shape = infos[0].shape if scheme is None else format_named(scheme.format).shape(stored, scheme.grid)
+    return ModuleSize(name, scheme, prod(shape), sum(info.nbytes for info in infos))
 
 
 def kv_bytes_per_token(checkpoint: Checkpoint, sizes: CacheSizes) -> int:

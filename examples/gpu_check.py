@@ -30,8 +30,9 @@ from torch import Tensor
 
 from compress.errors import InputError
 from compress.formats import format_named
-from compress.formats.grid import Quantized
-from compress.formats.scheme import Scheme, scheme_named
+from compress.formats.grid import FLOAT_BITS, Quantized
+from compress.formats.pattern import Pattern, keep_largest
+from compress.formats.scheme import FLOATS, Scheme, pruned, scheme_named
 from compress.kernels import Kernel, reference
 from compress.kernels.cuda import Attention, CudaKernel, PagedCache
 from compress.kernels.triton import launch
@@ -48,6 +49,8 @@ SCHEMES = {
     **{f"W4A16 g{group}": scheme_named("W4A16", group) for group in (64, 128)},
     **{"W8A16 g128": scheme_named("W8A16"), "W8A8": scheme_named("W8A8"), "LLM_INT8": scheme_named("LLM_INT8")},
 }
+SPARSE = [pruned(scheme, Pattern(2, 4)) for scheme in (FLOATS, SCHEMES["W8A8"], SCHEMES["W4A16 g128"])]
+SCHEMES |= {scheme.name: scheme for scheme in SPARSE}
 OUTLIERS = 16
 TOKENS = (1, 4, 16, 64, 512, 2048)
 # [N, K] of TinyLlama 1.1B and Llama 3 8B.
@@ -71,8 +74,7 @@ Job = tuple[str, Callable[[], Row]]
 
 @dataclass(frozen=True)
 class Card:
-    """What is measured on: a GPU, or with `rehearsal` the CPU. copy, product: its limits, bytes and operations per
-    second."""
+    """What is measured on: a GPU, or with `rehearsal` the CPU. copy, product: bytes and operations it does a second."""
 
     device: torch.device
     kernel: Kernel
@@ -248,11 +250,9 @@ def attention_row(card: Card, sequences: int, held: int, int8: bool) -> Row:
 def model_rows(card: Card) -> Iterator[Job]:
     """A job per batch: the model is compressed and loaded once, by the first that runs."""
     models: list[Any] = []
-    for batch in (1, 2) if card.rehearsal else BATCHES:
-        yield (
-            f"decode {'tiny' if card.rehearsal else '1.1B'} W4A16, batch {batch}",
-            partial(model_row, card, models, batch),
-        )
+    size, batches = ("tiny", (1, 2)) if card.rehearsal else ("1.1B", BATCHES)
+    for batch in batches:
+        yield f"decode {size} W4A16, batch {batch}", partial(model_row, card, models, batch)
 
 
 def model_row(card: Card, models: list[Any], batch: int) -> Row:
@@ -327,11 +327,13 @@ def decode_step(card: Card, loaded: Loaded, batch: int) -> Callable[[], Tensor]:
 def random_weight(scheme: Scheme, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
     """Random stored tensors of a weight [N, K], by suffix."""
     (rows, columns), grid = shape, scheme.grid
-    groups = grid.groups(columns)
-    q = torch.randint(grid.minimum, grid.maximum + 1, shape, dtype=torch.int8, device=device)
-    scale = (torch.rand(rows, groups, device=device) + 0.5).div(grid.maximum * columns**0.5).to(DTYPE)
+    scale = (torch.rand(rows, grid.groups(columns), device=device) + 0.5).div(grid.maximum * columns**0.5).to(DTYPE)
+    low, high = (-99, 99) if grid.bits == FLOAT_BITS else (grid.minimum, grid.maximum + 1)
+    q = torch.randint(low, high, shape, device=device).to(DTYPE if grid.bits == FLOAT_BITS else torch.int8)
+    mask = None if scheme.pattern is None else keep_largest(torch.rand(shape, device=device), scheme.pattern)
+    q = q if mask is None else q.masked_fill(~mask, 0)
     if scheme.threshold is None:
-        return format_named(scheme.format).pack(Quantized(q, scale), grid)
+        return format_named(scheme.format).pack(Quantized(q, scale, mask=mask), grid)
     kept = torch.arange(OUTLIERS, dtype=torch.int32, device=device) * (columns // OUTLIERS)
     q[:, kept.long()] = 0
     values = torch.randn(rows, OUTLIERS, device=device).div(columns**0.5).to(DTYPE)
@@ -339,10 +341,10 @@ def random_weight(scheme: Scheme, shape: tuple[int, int], device: torch.device) 
     return format_named(scheme.format).pack(stored, grid)
 
 
-Dense = tuple[Tensor, Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
-def random_cache(device: torch.device, heads: launch.Heads, sequences: int, held: int) -> tuple[PagedCache, Dense]:
+def random_cache(device: torch.device, heads: launch.Heads, sequences: int, held: int) -> tuple[PagedCache, Pair]:
     """A paged cache, and its keys and values [B, h, held, d] in bfloat16 as torch wants them."""
     limit = math.ceil(held / PAGE)
     table = torch.randperm(sequences * limit, device=device).to(torch.int32).view(sequences, limit)

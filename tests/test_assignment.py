@@ -78,8 +78,8 @@ def test_the_output_layer_is_quantized_only_by_name_and_without_calibration(skel
         ([{"quantize": GPTQ, "targets": ["Embedding"]}], "no linear layer is left"),
         ([{"quantize": GPTQ, "targets": ["q_projj"]}], "did you mean 'q_proj'"),
         ([{"quantize": GPTQ, "ignore": ["nothing"]}], "ignore: 'nothing' matches no module"),
-        ([{"quantize": GPTQ}, {"transform": {"method": "awq"}}], "put the transform first"),
-        ([{"transform": {"method": "awq"}}], "no quantize stage"),
+        ([{"quantize": GPTQ}, {"transform": {"method": "awq"}}], "put the transform stage first"),
+        ([{"transform": {"method": "awq"}}], "no quantize or prune stage"),
         (
             [
                 {"transform": {"method": "awq"}, "targets": ["*.mlp.*"]},

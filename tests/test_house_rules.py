@@ -15,7 +15,7 @@ MAX_PARAMETERS = 6
 BASES = {"Module", "BaseModel", "Exception", "Protocol", "NamedTuple", "Enum", "StrEnum", "IntEnum", "Structure"}
 BROAD = {"Exception", "BaseException"}
 # Typer reads a command's options from its signature, so these take as many parameters as the verb has options.
-COMMANDS = {"bench", "eval", "export", "generate", "plan", "quantize", "run"}
+COMMANDS = {"bench", "eval", "export", "generate", "plan", "prune", "quantize", "run"}
 
 ALL = all_sources()
 PACKAGE = package_sources()

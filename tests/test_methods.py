@@ -19,7 +19,7 @@ def test_every_method_keeps_the_contract(kind: str, name: str) -> None:
     assert method.__name__ == f"compress.{kind}.{name}"
     assert method.Config.model_config["frozen"] and method.Config.model_config["extra"] == "forbid"
     assert method.Config() == method.Config()  # every setting has a default
-    assert {"absmax", "mean_abs", "hessian", "outliers"} >= method.NEEDS
+    assert {"absmax", "mean_abs", "mean_square", "hessian", "outliers"} >= method.NEEDS
     assert methods.summary(method)
 
 
@@ -29,7 +29,11 @@ def test_every_method_keeps_the_contract(kind: str, name: str) -> None:
         ("quantize", "gtpq", "method: 'gtpq' is not known; did you mean 'gptq'? Known: gptq, llm_int8, rtn"),
         ("quantize", "scales", "method: 'scales' is not known. Known: gptq, llm_int8, rtn"),
         ("quantize", "../rtn", "method: '../rtn' is not known; did you mean 'rtn'? Known: gptq, llm_int8, rtn"),
-        ("quantise", "rtn", "kind: 'quantise' is not known; did you mean 'quantize'? Known: transform, quantize"),
+        (
+            "quantise",
+            "rtn",
+            "kind: 'quantise' is not known; did you mean 'quantize'? Known: transform, prune, quantize",
+        ),
     ],
 )
 def test_unknown_names_get_the_nearest(kind: str, name: str, message: str) -> None:

@@ -1,8 +1,9 @@
 """quantization_config of config.json: which linear layer is stored under which scheme.
 
-Written in compressed-tensors' words wherever it has them. Outlier columns it cannot say; a model with some is written
-as `quant_method: lmpress`: the same fields, plus `version`, `dtype` (of scales and outlier columns) and, per group,
-`scheme` and `outliers: {threshold}`. Read from either, including what other tools write in compressed-tensors' words.
+Written in compressed-tensors' words wherever it has them. Outlier columns and 2:4 weights it cannot say; a model with
+some is written as `quant_method: lmpress`: the same fields, plus `version`, `dtype` (of scales, outlier columns and
+pruned floats) and, per group, `scheme`, `outliers: {threshold}` and `sparsity: "2:4"`. Weights of type `float` with 16
+bits are pruned floats. Read from either, including what other tools write in compressed-tensors' words.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import torch
 
 from compress.checkpoint.reader import Checkpoint
 from compress.errors import InputError
-from compress.formats import FORMATS
-from compress.formats.scheme import SCHEMES, Scheme
+from compress.formats import FORMATS, format_named, sparse24
+from compress.formats.grid import FLOAT_BITS
+from compress.formats.scheme import FLOATS, SCHEMES, Scheme, pruned
 
 COMPRESSED_TENSORS = "compressed-tensors"
 OURS = "lmpress"
@@ -57,7 +59,7 @@ def build(schemes: Mapping[str, Scheme], ignored: Sequence[str], model_dtype: to
     for module, scheme in schemes.items():
         groups.setdefault(scheme, []).append(module)
     formats = {scheme.format for scheme in groups}
-    ours = any(scheme.threshold is not None for scheme in groups)
+    ours = any(scheme.threshold is not None or scheme.format == sparse24.NAME for scheme in groups)
     # One scheme: the class name, as other tools write it. Several: names, whose precedence no loader can get wrong.
     targets = {scheme: [LINEAR] if len(groups) == 1 else names for scheme, names in groups.items()}
     config = {
@@ -106,15 +108,17 @@ def parse(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme
 
 
 def stored_schemes(checkpoint: Checkpoint) -> dict[str, Scheme]:
-    """The scheme of each compressed linear layer of a checkpoint: in every format, those that store a scale."""
-    suffix = ".weight_scale"
-    return parse(checkpoint.config, [name.removesuffix(suffix) for name in checkpoint.tensors if name.endswith(suffix)])
+    """The scheme of each compressed linear layer of a checkpoint: those that store a scale or indices."""
+    stored = [name.rpartition(".") for name in checkpoint.tensors]
+    marked = dict.fromkeys(module for module, _, suffix in stored if suffix in ("weight_scale", "weight_indices"))
+    return parse(checkpoint.config, list(marked))
 
 
 def stored_shape(checkpoint: Checkpoint, module: str, scheme: Scheme) -> tuple[int, int]:
     """Rows and columns of the weight that `module` stores under `scheme`, from its header."""
-    found = checkpoint.tensors.get(f"{module}.weight_packed") or checkpoint.tensors[f"{module}.weight"]
-    return found.shape[0], found.shape[1] * 8 * found.dtype.itemsize // scheme.grid.bits
+    prefix = f"{module}."
+    stored = {name[len(prefix) :]: info.shape for name, info in checkpoint.tensors.items() if name.startswith(prefix)}
+    return format_named(scheme.format).shape(stored, scheme.grid)
 
 
 def describe(config: Mapping[str, Any]) -> str:
@@ -150,7 +154,7 @@ def _group(scheme: Scheme, targets: list[str], ours: bool) -> dict[str, Any]:
         "targets": targets,
         "weights": {
             "num_bits": scheme.grid.bits,
-            "type": "int",
+            "type": "float" if scheme.grid.bits == FLOAT_BITS else "int",
             "symmetric": scheme.grid.symmetric,
             "strategy": "channel" if scheme.grid.group_size is None else "group",
             "group_size": scheme.grid.group_size,
@@ -163,7 +167,8 @@ def _group(scheme: Scheme, targets: list[str], ours: bool) -> dict[str, Any]:
     }
     if ours:
         outliers = None if scheme.threshold is None else {"threshold": scheme.threshold}
-        group |= {"scheme": scheme.name, "outliers": outliers}
+        sparsity = str(scheme.pattern) if scheme.format == sparse24.NAME else None
+        group |= {"scheme": scheme.name, "outliers": outliers, "sparsity": sparsity}
     return group
 
 
@@ -177,6 +182,11 @@ def _read_group(place: str, name: str, group: Any, stored: Any) -> tuple[list[st
         raise InputError(f"{place}: is not an object: write it again")
     targets = _strings(group.get("targets"), f"{place}.targets")
     weights = _object(group, "weights", place)
+    sparsity = group.get("sparsity")
+    if sparsity not in (None, str(sparse24.PATTERN)):
+        raise InputError(f"{place}.sparsity: is {sparsity!r}, which cannot be run here (only '{sparse24.PATTERN}')")
+    if sparsity is not None and (weights.get("type"), weights.get("num_bits")) == ("float", FLOAT_BITS):
+        return targets, pruned(FLOATS, sparse24.PATTERN)
     _require(f"{place}.weights", weights, WEIGHTS)
     activations = group.get("input_activations")
     if activations is not None:
@@ -191,7 +201,8 @@ def _read_group(place: str, name: str, group: Any, stored: Any) -> tuple[list[st
     stored = group.get("format") or stored
     group_size = _group_size(f"{place}.weights", weights)
     wanted = (weights.get("num_bits", 8), weights.get("symmetric", True), None if activations is None else 8)
-    for scheme in SCHEMES.values():
+    for known in SCHEMES.values():
+        scheme = known if sparsity is None else pruned(known, sparse24.PATTERN)
         said = (scheme.grid.bits, scheme.grid.symmetric, scheme.activation_bits)
         fits = (scheme.threshold is None) == (threshold is None) and stored in (None, MIXED, scheme.format)
         if said == wanted and fits and (group_size is None or scheme.grid.group_size is not None):

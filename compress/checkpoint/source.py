@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compress.checkpoint.disk import opened, read_chunks
 from compress.checkpoint.header import TensorInfo
+from compress.checkpoint.quantization_config import stored_shape
 from compress.checkpoint.reader import Checkpoint
 from compress.errors import InputError
 from compress.formats import format_named
@@ -90,7 +91,7 @@ def dequantized(checkpoint: Checkpoint, schemes: dict[str, Scheme], dtype: torch
     tensors = {name: info for name, info in checkpoint.tensors.items() if name not in packed}
     for module, scheme in schemes.items():
         first = checkpoint.tensors[f"{module}.{_parts(checkpoint, module)[0]}"]
-        rows, columns = _shape(checkpoint, module, scheme)
+        rows, columns = stored_shape(checkpoint, module, scheme)
         name = f"{module}.weight"
         tensors[name] = TensorInfo(name, first.file, dtype, (rows, columns), 0, rows * columns * dtype.itemsize)
     return Dequantized(checkpoint, schemes, dtype, tensors)
@@ -111,15 +112,6 @@ def dominant_dtype(tensors: Mapping[str, TensorInfo]) -> torch.dtype:
 def _parts(checkpoint: Checkpoint, module: str) -> list[str]:
     prefix = module + "."
     return [name[len(prefix) :] for name in checkpoint.tensors if name.startswith(prefix) and name != f"{prefix}bias"]
-
-
-def _shape(checkpoint: Checkpoint, module: str, scheme: Scheme) -> tuple[int, int]:
-    """Rows and columns of a stored weight."""
-    packed = checkpoint.tensors.get(f"{module}.weight_packed")
-    if packed is None:
-        rows, columns = checkpoint.tensors[f"{module}.weight"].shape
-        return rows, columns
-    return packed.shape[0], packed.shape[1] * 32 // scheme.grid.bits
 
 
 def identity(source: Source) -> str:

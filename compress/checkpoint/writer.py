@@ -74,7 +74,7 @@ class Writer:
         self._shards = lay_out(sections, shard_bytes)
         self._plan = [(section, shard) for shard in self._shards for section in shard.sections]
         self._entries: list[Entry] = []
-        self._fingerprint = hashlib.sha256(fingerprint.encode()).hexdigest()
+        self._fingerprint = _digest(fingerprint)
         self._restart = restart
         self._room = sum(shard.nbytes for shard in self._shards) if room is None else room
         self.complete = is_finished(self.output, self._fingerprint, restart)
@@ -292,3 +292,12 @@ def _hash_of(descriptor: int, info: TensorInfo) -> str:
     for chunk in read_chunks(descriptor, info.offset, info.nbytes):
         found.update(chunk)
     return found.hexdigest()
+
+
+def finished(output: Path, fingerprint: str, restart: bool) -> bool:
+    """Whether a Writer of this `fingerprint` would find its work done in `output`. Raises InputError as it would."""
+    return is_finished(Path(os.path.realpath(output)), _digest(fingerprint), restart)
+
+
+def _digest(fingerprint: str) -> str:
+    return hashlib.sha256(fingerprint.encode()).hexdigest()

@@ -19,6 +19,7 @@ from compress.errors import InputError
 VERBS = (
     "run",
     "quantize",
+    "prune",
     "plan",
     "inspect",
     "compare",
@@ -32,7 +33,7 @@ VERBS = (
     "demo-model",
     "doctor",
 )
-RESUMABLE = ("run", "quantize", "export")
+RESUMABLE = ("run", "quantize", "prune", "export")
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 

@@ -11,7 +11,7 @@ import typer
 from compress.cli.options import Json, Restart, emit
 from compress.errors import USAGE, InputError, did_you_mean
 
-FORMATS = ("gguf", "dense", "gptq", "awq")
+FORMATS = ("gguf", "dense", "compressed-tensors", "gptq", "awq")
 PLANNED = ("bnb",)
 AUTO = "auto"
 
@@ -35,9 +35,9 @@ def export(
     restart: Restart = False,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint for llama.cpp, for loaders of GPTQ or AWQ, or with plain float weights for any."""
+    """Write a checkpoint for llama.cpp, for loaders of compressed-tensors, GPTQ or AWQ, or with plain float weights."""
     from compress.checkpoint import manifest, open_checkpoint
-    from compress.checkpoint.interop import awq, dense, gguf, gptq
+    from compress.checkpoint.interop import awq, compressed_tensors, dense, gguf, gptq
     from compress.checkpoint.quantization_config import stored_schemes
     from compress.cli.eval import progress_bar
 
@@ -60,8 +60,8 @@ def export(
         elif to == "dense":
             exported = dense.export(source, schemes, output, kind, restart, progress)
         else:
-            layout = gptq if to == "gptq" else awq
-            exported = layout.export(source, schemes, output, restart, progress)
+            layouts = {"compressed-tensors": compressed_tensors, "gptq": gptq, "awq": awq}
+            exported = layouts[to].export(source, schemes, output, restart, progress)
     if as_json:
         emit(exported.document())
         return
@@ -76,7 +76,7 @@ def refuse_options(to: str, kind: str, embeddings: str) -> None:
         raise InputError(f"--format: {to!r} is not built yet: give one of {', '.join(FORMATS)}", USAGE)
     if to not in FORMATS:
         raise InputError(f"--format: {to!r} is not known{did_you_mean(to, FORMATS)} Known: {', '.join(FORMATS)}", USAGE)
-    if kind != AUTO and to in ("gptq", "awq"):
+    if kind != AUTO and to not in ("gguf", "dense"):
         raise InputError(f"--type: {kind!r} given, but {to} carries the integers over as they are: leave it out", USAGE)
     if embeddings != AUTO and to != "gguf":
         raise InputError(f"--embeddings: {embeddings!r} given, but only gguf chooses their type: leave it out", USAGE)

@@ -29,6 +29,8 @@ class RunProgress:
             self.bar.console.print(f"{fields['blocks']} blocks on {fields['device']}{resumed(fields['done'])}")
         elif kind == "sampling":
             self._show("writing calibration text", fields["done"], fields["total"])
+        elif kind == "sensitivity":
+            self._show("pruning layers one by one", fields["done"], fields["total"])
         elif kind == "tokens":
             self.tokens = fields["tokens"]
             self.bar.console.print(f"calibration: {self.tokens:,} tokens from {fields['source']!r}")

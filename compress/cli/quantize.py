@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from compress.cli.one_stage import Wish, given, run
 from compress.cli.options import DequantizeFlag, Device, DryRun, Json, Restart, Set
 
 
@@ -17,6 +18,7 @@ def quantize(
         str | None, typer.Option(help="From `lmpress list methods`; default: gptq, and llm_int8 for LLM_INT8.")
     ] = None,
     group_size: Annotated[str | None, typer.Option(help="Columns per scale, or `channel`.")] = None,
+    pattern: Annotated[str | None, typer.Option(help="Prune too, by sparsegpt: 2:4.")] = None,
     target: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Only these layers.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Not these layers.")] = None,
     calibration: Annotated[
@@ -34,33 +36,16 @@ def quantize(
     as_json: Json = False,
 ) -> None:
     """Quantize a model without a recipe file. Prints the recipe that it runs."""
-    from compress.recipe import parse, to_yaml
-
     body: dict[str, Any] = {"method": method or ("llm_int8" if scheme == "LLM_INT8" else "gptq"), "scheme": scheme}
     if group_size is not None:
         body["group_size"] = int(group_size) if group_size.isdecimal() else group_size
-    stage: dict[str, Any] = {"quantize": body} | _given(targets=target, ignore=ignore)
+    scope = given(targets=target, ignore=ignore)
+    pruning = [] if pattern is None else [{"prune": {"method": "sparsegpt", "pattern": pattern}} | scope]
     document = {
-        "version": 1,
         "model": model,
         "output": output,
-        "calibration": _given(source=calibration, samples=samples, seqlen=seqlen),
-        "stages": [stage],
-        "evaluate": _given(text=text, gates=gate),
+        "calibration": given(source=calibration, samples=samples, seqlen=seqlen),
+        "stages": [*pruning, {"quantize": body} | scope],
+        "evaluate": given(text=text, gates=gate),
     }
-    recipe = parse(document, "quantize", changes or ())
-    typer.echo(to_yaml(recipe), err=as_json)
-    if dry_run:
-        from compress.cli.plan import show_plan
-
-        show_plan(recipe, dequantize, as_json)
-        return
-    from compress.cli.execution import execute
-    from compress.pipeline import RunOptions
-
-    execute(recipe, RunOptions(device=device, restart=restart, dequantize=dequantize), as_json)
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    """What was given on the command line; the recipe has the defaults for the rest."""
-    return {key: value for key, value in values.items() if value is not None}
+    run("quantize", document, Wish(changes, device, restart, dequantize, dry_run, as_json))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from compress.errors import InputError, did_you_mean
-from compress.formats import int8_outlier, int_quantized, pack_quantized
+from compress.formats import int8_outlier, int_quantized, pack_quantized, sparse24
 from compress.formats.grid import Grid, Quantized, TensorSpec
 
 
@@ -21,6 +22,8 @@ class Format(Protocol):
 
     def specs(self, shape: tuple[int, int], grid: Grid, scale_dtype: torch.dtype) -> dict[str, TensorSpec]: ...
 
+    def shape(self, stored: Mapping[str, tuple[int, ...]], grid: Grid) -> tuple[int, int]: ...
+
     def pack(self, quantized: Quantized, grid: Grid) -> dict[str, Tensor]: ...
 
     def unpack(self, tensors: dict[str, Tensor], grid: Grid) -> Quantized: ...
@@ -30,6 +33,7 @@ FORMATS: dict[str, Format] = {
     pack_quantized.NAME: pack_quantized,
     int_quantized.NAME: int_quantized,
     int8_outlier.NAME: int8_outlier,
+    sparse24.NAME: sparse24,
 }
 
 

@@ -8,10 +8,16 @@ from math import prod
 import torch
 from torch import Tensor
 
+# Of a "grid" that is none: floats of 16 bits, stored as they are under a scale of 1.
+FLOAT_BITS = 16
+
 
 @dataclass(frozen=True)
 class Grid:
-    """Signed integers of `bits` bits with one scale per `group_size` input columns (None: one per output row)."""
+    """Signed integers of `bits` bits with one scale per `group_size` input columns (None: one per output row).
+
+    FLOAT_BITS stands for floats, which are their own integers.
+    """
 
     bits: int
     symmetric: bool = True
@@ -34,8 +40,9 @@ class Grid:
 class Quantized:
     """A weight [N, K] on a grid: w = (q - zero) * scale, with G groups of K // G columns each.
 
-    q: int8 [N, K]. scale: [N, G] in the dtype it is stored in. zero: int8 [N, G], or None when symmetric.
-    outlier_columns: int32 [n], ascending, and outlier_weight: 16-bit [N, n]: columns off the grid (q is 0 there).
+    q: int8 [N, K], or 16-bit floats. scale: [N, G] in the dtype it is stored in. zero: int8 [N, G], or None when
+    symmetric. outlier_columns: int32 [n], ascending, and outlier_weight: 16-bit [N, n]: columns off the grid (q is 0
+    there). mask: bool [N, K], what pruning has kept (q is 0 elsewhere), or None for a weight that was not pruned.
     """
 
     q: Tensor
@@ -43,6 +50,7 @@ class Quantized:
     zero: Tensor | None = None
     outlier_columns: Tensor | None = None
     outlier_weight: Tensor | None = None
+    mask: Tensor | None = None
 
 
 def dequantize(quantized: Quantized) -> Tensor:

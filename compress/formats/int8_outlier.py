@@ -7,6 +7,8 @@ int8 [N, K], zero in the outlier columns; `weight_scale` [N, 1]; `outlier_column
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,11 @@ def specs(shape: tuple[int, int], grid: Grid, scale_dtype: torch.dtype, outliers
         "outlier_columns": TensorSpec(torch.int32, (outliers,)),
         "outlier_weight": TensorSpec(scale_dtype, (shape[0], outliers)),
     }
+
+
+def shape(stored: Mapping[str, tuple[int, ...]], grid: Grid) -> tuple[int, int]:
+    """Rows and columns of the weight behind stored tensors of these shapes, by suffix."""
+    return int_quantized.shape(stored, grid)
 
 
 def pack(quantized: Quantized, grid: Grid) -> dict[str, Tensor]:

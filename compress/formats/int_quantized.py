@@ -5,6 +5,8 @@ Per module: `weight` int8 [N, K] and `weight_scale` [N, 1]. Activations are quan
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,12 @@ def refuses(shape: tuple[int, int], grid: Grid) -> str | None:
 def specs(shape: tuple[int, int], grid: Grid, scale_dtype: torch.dtype) -> dict[str, TensorSpec]:
     """The stored tensors of a weight of `shape` [N, K], by the suffix that follows the module's name."""
     return {"weight": TensorSpec(torch.int8, tuple(shape)), "weight_scale": TensorSpec(scale_dtype, (shape[0], 1))}
+
+
+def shape(stored: Mapping[str, tuple[int, ...]], grid: Grid) -> tuple[int, int]:
+    """Rows and columns of the weight behind stored tensors of these shapes, by suffix."""
+    rows, columns = stored["weight"]
+    return rows, columns
 
 
 def pack(quantized: Quantized, grid: Grid) -> dict[str, Tensor]:

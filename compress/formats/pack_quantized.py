@@ -7,6 +7,8 @@ Stored value u = q + 2^(bits - 1); element j of a row sits at bit j * bits of th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,12 @@ def specs(shape: tuple[int, int], grid: Grid, scale_dtype: torch.dtype) -> dict[
     if not grid.symmetric:
         stored["weight_zero_point"] = TensorSpec(torch.int32, (rows * grid.bits // WORD, groups))
     return stored
+
+
+def shape(stored: Mapping[str, tuple[int, ...]], grid: Grid) -> tuple[int, int]:
+    """Rows and columns of the weight behind stored tensors of these shapes, by suffix."""
+    rows, words = stored["weight_packed"]
+    return rows, words * WORD // grid.bits
 
 
 def pack(quantized: Quantized, grid: Grid) -> dict[str, Tensor]:

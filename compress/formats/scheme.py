@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from compress.errors import USAGE, InputError, did_you_mean
-from compress.formats.grid import Grid
+from compress.formats import sparse24
+from compress.formats.grid import FLOAT_BITS, Grid
+from compress.formats.pattern import Pattern
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,8 @@ class Scheme:
     """How one linear layer is stored and run.
 
     activation_bits: 8 when inputs are quantized per token at run time, else None. threshold: the magnitude from which
-    an activation counts as an outlier (LLM.int8(): 6.0), None for schemes without outlier columns.
+    an activation counts as an outlier (LLM.int8(): 6.0), None for schemes without outlier columns. pattern: what
+    pruning leaves of a row, None for dense weights.
     """
 
     name: str
@@ -22,6 +25,7 @@ class Scheme:
     format: str
     activation_bits: int | None = None
     threshold: float | None = None
+    pattern: Pattern | None = None
 
 
 SCHEMES = {
@@ -31,6 +35,16 @@ SCHEMES = {
     "W8A8": Scheme("W8A8", Grid(8), "int-quantized", activation_bits=8),
     "LLM_INT8": Scheme("LLM_INT8", Grid(8), "int8-outlier", activation_bits=8, threshold=6.0),
 }
+
+
+# What a pruned weight is whose values stay floats. No layer gets it by name: a prune stage makes it.
+FLOATS = Scheme("W16A16", Grid(FLOAT_BITS), "dense")
+
+
+def pruned(scheme: Scheme, pattern: Pattern) -> Scheme:
+    """`scheme` with weights that follow `pattern`: 2:4 in the format of kept values alone, others as they were."""
+    stored = sparse24.NAME if pattern == sparse24.PATTERN else scheme.format
+    return replace(scheme, name=f"{scheme.name}+{pattern}", format=stored, pattern=pattern)
 
 
 def scheme_named(name: str, group_size: int | Literal["channel"] | None = None) -> Scheme:

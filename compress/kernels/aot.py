@@ -1,7 +1,8 @@
-"""Ahead-of-time compilation of the Triton kernels, on any Linux machine: no GPU and no driver are needed.
+"""Ahead-of-time compilation of the GPU kernels, on any Linux machine: no GPU and no driver are needed.
 
-Each variant is one function with its constants fixed; each artifact one variant's binary for one target. Binaries do
-not depend on where the package lies, so that two machines with the same Triton get the same bytes. Triton keeps what it
+Each variant is one function with its constants fixed; each artifact one variant's binary for one target. Most are
+written in Triton; those for 2:4 weights are CUDA C++ (nvrtc.py), as Triton has no sparse tensor cores. Binaries do not
+depend on where the package lies, so that two machines with the same compiler get the same bytes. Triton keeps what it
 compiled in its own cache (TRITON_CACHE_DIR, else ~/.triton/cache).
 
 NVIDIA binaries from sm_90 on use features of exactly that architecture (wgmma, tcgen05) and run on no other.
@@ -18,10 +19,12 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from compress.errors import InputError, did_you_mean
-from compress.formats import int8_outlier, int_quantized, pack_quantized
+from compress.formats import int8_outlier, int_quantized, pack_quantized, sparse24
+from compress.kernels import nvrtc
+from compress.kernels.sparse import launch as sparse
 from compress.kernels.triton.launch import DTYPES, HEAD_WIDTHS, MULTIPLES_OF_16, SPANS, TILES, block_columns
 
 SOURCES = Path(__file__).parent / "triton"
@@ -33,13 +36,16 @@ TENSOR_MEMORY = 512
 # What Triton's own launcher passes after the arguments of the source. No kernel here needs either, so both may be null.
 SCRATCH = (("global_scratch", "*i8"), ("profile_scratch", "*i8"))
 
+Compiler = Literal["triton", "nvrtc"]
+
 
 @dataclass(frozen=True)
 class Variant:
     """One compiled function: a source function with its constants fixed.
 
-    format: the format it serves, or "kv-cache". module: file under compress/kernels/triton. signature: argument ->
-    Triton's name of its type, in the order of the source, constants left out. constants: tile sizes and the like.
+    format: the format it serves, or "kv-cache". module: file under compress/kernels/triton or sparse/source.
+    signature: argument -> Triton's name of its type, in the order of the source, constants left out. constants: tile
+    sizes and the like.
     """
 
     name: str
@@ -51,13 +57,23 @@ class Variant:
     warps: int
     stages: int
 
+    @property
+    def compiler(self) -> Compiler:
+        """Who compiles it."""
+        return "nvrtc" if self.format == sparse24.NAME else "triton"
+
+    @property
+    def arguments(self) -> tuple[tuple[str, str], ...]:
+        """(name, type) of what a launch passes, in order, Triton's two scratch pointers at the end included."""
+        return (*self.signature.items(), *(SCRATCH if self.compiler == "triton" else ()))
+
 
 @dataclass(frozen=True)
 class Artifact:
     """A variant's binary for `target`: a cubin or an hsaco whose entry is `symbol`.
 
-    arguments: (name, type) of what a launch passes, in order, the two scratch pointers at the end included. threads: of
-    one program.
+    arguments: those of the variant. threads: of one program. shared_bytes: that a launch asks for, beside what the
+    binary holds itself.
     """
 
     variant: Variant
@@ -71,21 +87,24 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Compilation:
-    """An artifact, and the readable code on the way to it: assembly is PTX, or AMD's."""
+    """An artifact, and the readable code on the way to it: assembly is PTX, or AMD's. log: what NVRTC says of it."""
 
     artifact: Artifact
     assembly: str
+    log: str = ""
 
 
 @cache
 def variants() -> tuple[Variant, ...]:
     """Every variant that launch.py's plans can name."""
-    found = [variant for dtype in DTYPES for variant in (*_packed(dtype), *_int8(dtype), *_attention(dtype))]
-    return tuple(found)
+    kinds = (_packed, _int8, _sparse, _attention)
+    return tuple(variant for dtype in DTYPES for kind in kinds for variant in kind(dtype))
 
 
-def unavailable() -> str | None:
-    """Why nothing can be compiled here, in one line, or None."""
+def unavailable(compiler: Compiler = "triton") -> str | None:
+    """Why `compiler` can compile nothing here, in one line, or None."""
+    if compiler == "nvrtc":
+        return nvrtc.unavailable()
     if platform.system() != "Linux":
         return f"Triton compiles on Linux only, and this is {platform.system()}"
     if triton_version() is None:
@@ -101,6 +120,11 @@ def triton_version() -> str | None:
         return None
 
 
+def compiler_version(compiler: Compiler) -> str:
+    """The version of a compiler that is available."""
+    return nvrtc.version() if compiler == "nvrtc" else version("triton")
+
+
 def compile_variant(variant: Variant, target: str) -> Artifact:
     """`variant` compiled for `target`. Raises InputError if the target is unknown or nothing can be compiled here."""
     return compilation(variant, target).artifact
@@ -110,9 +134,13 @@ def compilation(variant: Variant, target: str) -> Compilation:
     """As `compile_variant`, with the assembly beside it."""
     if target not in WARP_SIZES:
         raise InputError(f"target: {target!r} is not known{did_you_mean(target, TARGETS)} Known: {', '.join(TARGETS)}")
-    reason = unavailable()
+    reason = unavailable(variant.compiler)
     if reason is not None:
         raise InputError(f"kernels: {reason}")
+    return _triton(variant, target) if variant.compiler == "triton" else _cuda(variant, target)
+
+
+def _triton(variant: Variant, target: str) -> Compilation:
     built = _compile(variant, target)
     metadata = built.metadata
     # Triton's metadata for AMD names the first of them only from 3.8 on.
@@ -130,14 +158,33 @@ def compilation(variant: Variant, target: str) -> Compilation:
         binary=built.kernel,
         shared_bytes=metadata.shared,
         threads=metadata.num_warps * WARP_SIZES[target],
-        arguments=(*variant.signature.items(), *SCRATCH),
+        arguments=variant.arguments,
     )
     return Compilation(artifact, built.asm["amdgcn" if target.startswith("gfx") else "ptx"])
 
 
+def _cuda(variant: Variant, target: str) -> Compilation:
+    if not target.startswith("sm_"):
+        raise InputError(f"kernels: {variant.name} needs NVIDIA's sparse tensor cores, which {target} has not")
+    made = nvrtc.compile_source(f"{variant.module}.cu", variant.constants | {"WARPS": variant.warps}, target)
+    artifact = Artifact(
+        variant=variant,
+        target=target,
+        symbol=variant.function,
+        binary=made.cubin,
+        shared_bytes=0,  # it is of fixed size, and the binary knows it
+        threads=variant.warps * WARP_SIZES[target],
+        arguments=variant.arguments,
+    )
+    return Compilation(artifact, made.ptx, made.log)
+
+
 def source_sha256(variant: Variant) -> str:
-    """Hash of all that this package decides about a binary: the source file and the variant, not the compiler."""
-    digest = hashlib.sha256((SOURCES / f"{variant.module}.py").read_bytes())
+    """Hash of all that this package decides about a binary: the source and the variant, not the compiler."""
+    if variant.compiler == "nvrtc":
+        digest = hashlib.sha256(nvrtc.sources_sha256().encode())
+    else:
+        digest = hashlib.sha256((SOURCES / f"{variant.module}.py").read_bytes())
     digest.update(json.dumps(asdict(variant), sort_keys=True).encode())
     return digest.hexdigest()
 
@@ -215,6 +262,29 @@ def _int8(dtype: str) -> list[Variant]:
         for outliers, prefix, served in ((0, "w8a8", int_quantized.NAME), (1, "llm_int8", int8_outlier.NAME))
         for kind, taken in arguments.items()
     ]
+
+
+def _sparse(dtype: str) -> list[Variant]:
+    """2:4 weights of 16-bit floats, of int8 with int8 activations, and of int4."""
+    found = []
+    for bits, spans in sparse.SPANS.items():
+        whole = sparse.Kept(bits)
+        kinds = [(kind, sparse.Kept(bits, span)) for kind in sparse.TOKENS for span in spans] + [("combine", whole)]
+        for kind, kept in kinds + ([("quantize", whole)] if bits == 8 else []):
+            module = "product" if kind in sparse.TOKENS else kind
+            found.append(
+                Variant(
+                    sparse.name(kind, kept, dtype),
+                    sparse24.NAME,
+                    module,
+                    module,
+                    sparse.signature(kind, bits, dtype),
+                    sparse.constants(kind, kept, dtype),
+                    sparse.WARPS[kind],
+                    sparse.TILES[kind].get("STAGES", 1),
+                )
+            )
+    return found
 
 
 def _attention(dtype: str) -> list[Variant]:

@@ -1,8 +1,8 @@
 """Kernels for the targets that a recipe or a command names: what serves what, and its binaries, compiled or found.
 
 `host` is the C++ library of compress/kernels/cpu, one file per instruction set that the compiler knows; the GPU targets
-are compiled ahead of time from the Triton sources, without a GPU. What was built is kept in the cache folder and noted
-in the record of `compress.kernels.trust`, so that a build is done once and this machine knows its own.
+are compiled ahead of time from Triton and CUDA C++ sources, without a GPU. What was built is kept in the cache folder
+and noted in the record of `compress.kernels.trust`, so that a build is done once and this machine knows its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from compress.errors import USAGE, InputError
-from compress.formats import pack_quantized
+from compress.formats import pack_quantized, sparse24
 from compress.formats.scheme import Scheme
 from compress.kernels import aot, trust
 from compress.kernels.cpu import build as cpu
@@ -37,6 +37,7 @@ from compress.kernels.exported import (
     read_manifest,
     replace_file,
 )
+from compress.kernels.sparse import launch as sparse
 from compress.kernels.triton import launch
 
 TARGETS = (HOST, *aot.TARGETS)
@@ -70,8 +71,13 @@ def refuses(scheme: Scheme, dtype: torch.dtype, target: str, shape: tuple[int, i
         return library_refuses(scheme)
     if dtype not in DTYPE_NAMES:
         return f"scales are {dtype}, and its kernels read {' or '.join(map(str, DTYPE_NAMES))} (export.scale_dtype)"
-    packed = packing(scheme) if scheme.format == pack_quantized.NAME else None
-    reason = launch.product_refuses(launch.Shape(1, *shape), DTYPE_NAMES[dtype], packed)
+    if scheme.format == sparse24.NAME:
+        reason = _sparse_refuses(scheme, target) or sparse.refuses(
+            launch.Shape(1, *shape), kept_values(scheme), DTYPE_NAMES[dtype]
+        )
+    else:
+        packed = packing(scheme) if scheme.format == pack_quantized.NAME else None
+        reason = launch.product_refuses(launch.Shape(1, *shape), DTYPE_NAMES[dtype], packed)
     if reason is not None:
         return reason
     served = any(serves(variant, scheme, dtype) for variant in aot.variants())
@@ -82,10 +88,13 @@ def serves(variant: aot.Variant, scheme: Scheme, dtype: torch.dtype) -> bool:
     """Whether `variant` has a part in multiplying weights of `scheme` with scales and activations of `dtype`."""
     if variant.format != scheme.format or not takes(variant, dtype):
         return False
-    if scheme.format != pack_quantized.NAME:
+    if scheme.format == pack_quantized.NAME:
+        wanted = packing(scheme)
+        constants = {"BITS": wanted.bits, "SLOTS": wanted.block // wanted.span}
+    elif scheme.format == sparse24.NAME:
+        constants = {"BITS": scheme.grid.bits, "SPAN": kept_values(scheme).span}
+    else:
         return True
-    wanted = packing(scheme)
-    constants = {"BITS": wanted.bits, "SLOTS": wanted.block // wanted.span}
     return all(variant.constants.get(name, value) == value for name, value in constants.items())
 
 
@@ -101,6 +110,12 @@ def packing(scheme: Scheme) -> launch.Packing:
     return launch.Packing(scheme.grid.bits, None if group is None else group & -group, not scheme.grid.symmetric)
 
 
+def kept_values(scheme: Scheme) -> sparse.Kept:
+    """What a launch plan must know of 2:4 weights of `scheme`; groups as in `packing`."""
+    group = scheme.grid.group_size
+    return sparse.Kept(scheme.grid.bits, None if group is None else group & -group)
+
+
 def problem(wanted: Wanted, target: str) -> str | None:
     """Why `target` cannot be had: a layer that it does not serve, or what is missing here."""
     for layer, (scheme, shape) in wanted.layers.items():
@@ -108,6 +123,8 @@ def problem(wanted: Wanted, target: str) -> str | None:
         if reason is not None:
             return f"{reason} ({layer}): leave {target} out, or change the scheme"
     reason = unavailable(target)
+    if reason is None and target != HOST and any(variant.compiler == "nvrtc" for variant in chosen(wanted)):
+        reason = aot.unavailable("nvrtc")
     return None if reason is None else f"cannot be built here: {reason}"
 
 
@@ -160,10 +177,7 @@ def runnable(variant: aot.Variant, target: str, folder: Path | None, trusted: bo
     fits = False
     if folder is not None and entry is not None:
         binary = read_binary(folder, entry)
-        fits = (entry.source_sha256, entry.arguments) == (
-            aot.source_sha256(variant),
-            (*variant.signature.items(), *aot.SCRATCH),
-        )
+        fits = (entry.source_sha256, entry.arguments) == (aot.source_sha256(variant), variant.arguments)
         if fits and (trusted or trust.built_here(entry.sha256)):
             return Built(entry, binary)
     try:
@@ -228,7 +242,7 @@ def device_kernel(variant: aot.Variant, target: str) -> Built:
     known = _kept(place)
     if known is not None:
         return known
-    reason = aot.unavailable()
+    reason = aot.unavailable(variant.compiler)
     if reason is not None:
         raise InputError(f"kernels: {variant.name} for {target} cannot be built here: {reason}")
     made = aot.compile_variant(variant, target)
@@ -246,7 +260,7 @@ def device_kernel(variant: aot.Variant, target: str) -> Built:
             "arguments": made.arguments,
             "constants": variant.constants,
             "source_sha256": source,
-            "builder": {"lmpress": version("lmpress"), "triton": version("triton")},
+            "builder": {"lmpress": version("lmpress"), variant.compiler: aot.compiler_version(variant.compiler)},
         },
     )
     trust.record(built.entry.sha256)
@@ -277,7 +291,7 @@ def _built(binary: bytes, fields: Mapping[str, Any]) -> Built:
 
 
 def _key(source: str, target: str) -> str:
-    """Of all that decides a binary but the compiler: where Triton is missing, what it built earlier still serves."""
+    """Of all that decides a binary but the compiler: where that is missing, what it built earlier still serves."""
     return hashlib.sha256("\n".join((source, target, version("lmpress"))).encode()).hexdigest()[:32]
 
 
@@ -300,6 +314,15 @@ def _kept(place: Path) -> Built | None:
     binary = binary_file.read_bytes()
     whole = hashlib.sha256(binary).hexdigest() == entry.sha256 and trust.built_here(entry.sha256)
     return Built(entry, binary) if whole else None
+
+
+def _sparse_refuses(scheme: Scheme, target: str) -> str | None:
+    """Why no sparse tensor core of `target` takes weights of `scheme`, or None."""
+    if not target.startswith("sm_"):
+        return f"2:4 weights need NVIDIA's sparse tensor cores, and {scheme.name} has no kernel for another GPU"
+    if (scheme.grid.bits == 8) != (scheme.activation_bits == 8):
+        return f"{scheme.name} has no 2:4 kernel: int8 values are multiplied with int8 activations (W8A8), others not"
+    return None
 
 
 def _platform() -> str:

@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
-from compress.formats import int8_outlier, pack_quantized
+from compress.formats import int8_outlier, pack_quantized, sparse24
+from compress.formats.grid import FLOAT_BITS
 from compress.formats.scheme import Scheme
 from compress.kernels import aot, build, driver
+from compress.kernels.sparse import launch as sparse
+from compress.kernels.sparse.layout import group_scales, register_metadata, register_values
 from compress.kernels.triton import launch, layout
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,7 @@ BUFFER_TYPES = {**DTYPES, "fp32": torch.float32, "i8": torch.int8, "i32": torch.
 
 packed_plan = lru_cache(maxsize=4096)(launch.packed_product)
 int8_plan = lru_cache(maxsize=4096)(launch.int8_product)
+sparse_plan = lru_cache(maxsize=4096)(sparse.product)
 attention_plan = lru_cache(maxsize=4096)(launch.attention)
 
 
@@ -40,8 +44,9 @@ attention_plan = lru_cache(maxsize=4096)(launch.attention)
 class Prepared:
     """A weight [N, K] on its device in the layout of its kernels.
 
-    packing: of pack-quantized weights, None for int8 ones. pointers: the weight's arguments by name, None for null.
-    outliers: number of outlier columns, None for a format without. counts: int64 [2] where there are such columns.
+    packing: of pack-quantized weights, or of 2:4 ones; None for dense int8. pointers: the weight's arguments by name,
+    None for null. outliers: number of outlier columns, None for a format without. counts: int64 [2] where there are
+    such columns.
     """
 
     rows: int
@@ -50,7 +55,7 @@ class Prepared:
     processors: int
     kernels: Mapping[str, driver.Loaded]
     pointers: Mapping[str, Tensor | None]
-    packing: launch.Packing | None = None
+    packing: launch.Packing | sparse.Kept | None = None
     outliers: int | None = None
     threshold: float = 0.0
 
@@ -58,6 +63,8 @@ class Prepared:
         """What is launched for `tokens` tokens."""
         shape = launch.Shape(tokens, self.rows, self.columns)
         name = build.DTYPE_NAMES[self.dtype]
+        if isinstance(self.packing, sparse.Kept):
+            return sparse_plan(shape, self.packing, name, self.processors)
         if self.packing is not None:
             return packed_plan(shape, self.packing, name, self.processors)
         return int8_plan(shape, name, self.processors, self.outliers, self.threshold)
@@ -114,7 +121,7 @@ class CudaKernel:
             torch.cuda.get_device_properties(device).multi_processor_count,
             {variant.name: _loaded(self, variant.name, target, device) for variant in wanted},
             pointers,
-            build.packing(scheme) if scheme.format == pack_quantized.NAME else None,
+            packing_of(scheme),
             len(tensors["outlier_columns"]) if counted else None,
             (scheme.threshold or 0.0) if counted else 0.0,
         )
@@ -191,21 +198,35 @@ def arrange(
     Raises InputError for scales or a shape that no binary takes.
     """
     stored = {suffix: tensor.to(device) for suffix, tensor in tensors.items()}
-    dtype = stored["weight_scale"].dtype
+    dtype = stored["weight_values" if scheme.grid.bits == FLOAT_BITS else "weight_scale"].dtype
     if scheme.format == pack_quantized.NAME:
         rows, columns = (int(size) for size in tensors["weight_shape"])
-        packing = build.packing(scheme)
-        pointers = _packed(stored, scheme)
+    elif scheme.format == sparse24.NAME:
+        rows, packed = stored["weight_values"].shape
+        columns = packed * (4 if scheme.grid.bits == 4 else 2)
     else:
         rows, columns = stored["weight"].shape
-        packing = None
-        pointers = _int8(stored, columns)
     if dtype not in build.DTYPE_NAMES:
         raise InputError(f"kernel cuda: scales are {dtype}, not 16 bits wide: export with scale_dtype: auto")
-    reason = launch.product_refuses(launch.Shape(1, rows, columns), build.DTYPE_NAMES[dtype], packing)
+    shape, packing = launch.Shape(1, rows, columns), packing_of(scheme)
+    if isinstance(packing, sparse.Kept):
+        reason = sparse.refuses(shape, packing, build.DTYPE_NAMES[dtype])
+    else:
+        reason = launch.product_refuses(shape, build.DTYPE_NAMES[dtype], packing)
     if reason is not None:
         raise InputError(f"kernel cuda: {reason}: leave this layer out of the recipe, or run it with --device cpu")
-    return rows, columns, dtype, pointers
+    if scheme.format == pack_quantized.NAME:
+        return rows, columns, dtype, _packed(stored, scheme)
+    if scheme.format == sparse24.NAME:
+        return rows, columns, dtype, _sparse(stored, scheme)
+    return rows, columns, dtype, _int8(stored, columns)
+
+
+def packing_of(scheme: Scheme) -> launch.Packing | sparse.Kept | None:
+    """What plans must know of weights of `scheme`: None for dense int8."""
+    if scheme.format == sparse24.NAME:
+        return build.kept_values(scheme)
+    return build.packing(scheme) if scheme.format == pack_quantized.NAME else None
 
 
 def run(plan: launch.Plan, kernels: Mapping[str, driver.Loaded], pointers: Mapping[str, Tensor | None]) -> None:
@@ -242,6 +263,20 @@ def _packed(stored: dict[str, Tensor], scheme: Scheme) -> dict[str, Tensor | Non
         "words": layout.blocked(stored["weight_packed"], grid.bits),
         "scales": layout.split_groups(stored["weight_scale"], grid.group_size)[0].contiguous(),
         "zeros": zero,
+        "partial": None,
+    }
+
+
+def _sparse(stored: dict[str, Tensor], scheme: Scheme) -> dict[str, Tensor | None]:
+    bits, scales = scheme.grid.bits, stored.get("weight_scale")
+    if scales is not None:
+        grouped = bits == 4
+        scales = group_scales(layout.split_groups(scales, scheme.grid.group_size)[0]) if grouped else scales.flatten()
+    return {
+        "values": register_values(stored["weight_values"], bits),
+        "metadata": register_metadata(stored["weight_indices"], bits),
+        "scales": scales,
+        "steps": None,
         "partial": None,
     }
 

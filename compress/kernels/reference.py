@@ -1,11 +1,11 @@
 """The reference kernel: plain torch, every format, any device. Slow is allowed, wrong is not.
 
-Weights stay packed and are dequantized a few rows at a time, so that the temporary stays small. `int-quantized` (W8A8)
-rounds its activations per token and multiplies in floating point, operation for operation as compressed-tensors does:
-the next layer's rounding amplifies a last bit, so that exact integer sums, tried on a model of 135M parameters, moved
-logits by 10% from what transformers computes from the same file. `int8-outlier` is LLM.int8() (arXiv 2208.07339,
-section 3.2): outlier columns leave the activations first and are multiplied in floating point, the rest are integers
-whose products are summed exactly.
+Weights stay packed (those of `sparse24` with their pruned columns filled in) and are dequantized a few rows at a time,
+so that the temporary stays small. `int-quantized` (W8A8) rounds its activations per token and multiplies in floating
+point, operation for operation as compressed-tensors does: the next layer's rounding amplifies a last bit, so that exact
+integer sums, tried on a model of 135M parameters, moved logits by 10% from what transformers computes from the same
+file. `int8-outlier` is LLM.int8() (arXiv 2208.07339, section 3.2): outlier columns leave the activations first and are
+multiplied in floating point, the rest are integers whose products are summed exactly.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.formats import FORMATS, format_named, int8_outlier, int_quantized, pack_quantized
+from compress.formats import FORMATS, format_named, int8_outlier, int_quantized, pack_quantized, sparse24
 from compress.formats.grid import Quantized, dequantize
 from compress.formats.scheme import Scheme
 
 NAME = "reference"
 
 # The activation step is the token's absmax divided by this. compressed-tensors spreads [-absmax, absmax] over the whole
-# range -128..127 and clamps; LLM.int8() uses the symmetric -127..127. Another number is another model.
-LEVELS = {int_quantized.NAME: 127.5, int8_outlier.NAME: 127.0}
+# range -128..127 and clamps; LLM.int8() uses the symmetric -127..127. Another number is another model. A 2:4 model is
+# that which `int-quantized` stores with its zeros.
+LEVELS = {int_quantized.NAME: 127.5, int8_outlier.NAME: 127.0, sparse24.NAME: 127.5}
 
 # Weights dequantized at a time: 4 MiB as float32, which stays in cache.
 CHUNK = 1 << 20
@@ -38,7 +39,8 @@ EXACT_COLUMNS = 1 << 10
 class Prepared:
     """A packed weight of N rows and K columns, resident on its device.
 
-    weight: int32 [N, K * bits / 32] (pack-quantized) or int8 [N, K]. scale: [N, G]. zero: int8 [N, G] or None.
+    weight: int32 [N, K * bits / 32] (pack-quantized), int8 [N, K], or 16-bit floats [N, K] with scales of 1 (2:4
+    floats). scale: [N, G]. zero: int8 [N, G] or None.
     outlier_columns: int64 [n]; outlier_weight: 16-bit [N, n]. counts: int64 [2], activations of at least the threshold
     outside the outlier columns, and all activations seen; `matmul` adds to it.
     """
@@ -58,7 +60,7 @@ def refuses(scheme: Scheme, device: torch.device) -> str | None:
 
 
 def prepare(tensors: dict[str, Tensor], scheme: Scheme, device: torch.device) -> Prepared:
-    """Stored `tensors` (by suffix) on `device`. Scales and zero points are unpacked, the weight is not."""
+    """Stored `tensors` (by suffix) on `device`. Scales and zero points are unpacked; the weight is if it is 2:4."""
     tensors = {suffix: tensor.to(device) for suffix, tensor in tensors.items()}
     if scheme.format == pack_quantized.NAME:
         zero = pack_quantized.unpack_zero(tensors, scheme.grid)

@@ -6,14 +6,26 @@ the original, unpermuted groups fixed beforehand ("static"), so that the result 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from compress.formats.grid import Grid, Quantized
+from compress.formats.pattern import Pattern, keep_largest
 from compress.quantize import Solved
 from compress.quantize.scales import Search, choose_scales, round_to_grid
-from compress.solver import factorize, solve_columns
+from compress.solver import (
+    Choice,
+    Factor,
+    back_in_order,
+    factorize,
+    pivot_costs,
+    prune_columns,
+    solve_columns,
+    visiting_order,
+)
 from compress.stats import InputStats
 
 NEEDS = frozenset({"hessian"})
@@ -30,51 +42,74 @@ class Config(BaseModel):
     search: Search = "mse"
 
 
-def quantize(weight: Tensor, stats: InputStats | None, grid: Grid, config: Config, scale_dtype: torch.dtype) -> Solved:
+def quantize(
+    weight: Tensor,
+    stats: InputStats | None,
+    grid: Grid,
+    config: Config,
+    scale_dtype: torch.dtype,
+    sparsity: Pattern | Tensor | None = None,
+) -> Solved:
     """Put `weight` float32 [N, K] on `grid` against the Hessian of `stats`.
 
-    Where the Hessian cannot be factored even at full damping, the weight is rounded to nearest and `fallback` says so.
+    sparsity: a mask bool [N, K] to be held, or a pattern whose mask is chosen on the way: SparseGPT and GPTQ in one
+    pass over the columns (arXiv 2301.00774, section 3.5), where what is lost to pruning and to rounding is made up for
+    together. Scales follow the kept values: with a pattern, those that pruning alone would leave, which have made up
+    for the others and are larger than they began.
+    Where the Hessian cannot be factored even at full damping, the weight is rounded to nearest (and pruned by
+    magnitude), and `fallback` says so.
     """
     if stats is None or stats.hessian is None:
         raise ValueError("gptq needs the Hessian of its inputs")
-    hessian = stats.hessian
-    order = hessian.diagonal().argsort(descending=True, stable=True) if config.activation_order else None
-    factor = factorize(hessian, config.damping, order)
+    width = sparsity.of if isinstance(sparsity, Pattern) else 1
+    order = visiting_order(stats.hessian, config.activation_order, width)
+    factor = factorize(stats.hessian, config.damping, order)
     if factor is None:
-        scale, zero = choose_scales(weight, grid, config.search, scale_dtype)
-        q = round_to_grid(weight, scale, zero, grid)
+        mask = keep_largest(weight.abs(), sparsity) if isinstance(sparsity, Pattern) else sparsity
+        kept = weight if mask is None else weight * mask
+        scale, zero = choose_scales(kept, grid, config.search, scale_dtype)
+        q = round_to_grid(kept, scale, zero, grid)
         return Solved(
-            Quantized(q, scale, zero), fallback="Hessian not positive definite at full damping: rounded to nearest"
+            Quantized(q, scale, zero, mask=mask),
+            fallback="Hessian not positive definite at full damping: rounded to nearest",
         )
-    scale, zero = choose_scales(weight, grid, config.search, scale_dtype, _column_costs(factor.upper, order))
-    q = _solve(weight, factor.upper, order, (scale, zero), grid, config.block_size)
-    return Solved(Quantized(q, scale, zero), damping=factor.damping)
+    kept = weight
+    if isinstance(sparsity, Pattern):
+        kept, _ = prune_columns(weight, factor.upper, order, sparsity, config.block_size, torch.float32)
+    elif sparsity is not None:
+        kept = weight * sparsity
+    costs = pivot_costs(factor.upper, order)
+    scale, zero = choose_scales(kept, grid, config.search, scale_dtype, costs)
+    columns = Columns(factor, order, config.block_size)
+    q, mask = _solve(weight, columns, (scale, zero), grid, sparsity)
+    return Solved(Quantized(q, scale, zero, mask=mask), damping=factor.damping)
 
 
-def _column_costs(upper: Tensor, order: Tensor | None) -> Tensor:
-    """What an error of each column costs [K] once the columns visited later have made up for it: U[j, j]^-2.
+class Columns(NamedTuple):
+    """How the columns are visited: the factored Hessian, their order (None: as they are), columns per lazy update."""
 
-    Scales that are best under these costs are best for the solver: they clip where later columns can pay for it.
-    """
-    costs = upper.diagonal().square().reciprocal()
-    return costs if order is None else torch.empty_like(costs).index_copy_(0, order, costs)
+    factor: Factor
+    order: Tensor | None
+    block_size: int
 
 
 def _solve(
     weight: Tensor,
-    upper: Tensor,
-    order: Tensor | None,
+    columns: Columns,
     steps: tuple[Tensor, Tensor | None],
     grid: Grid,
-    block_size: int,
-) -> Tensor:
-    """Integers int8 [N, K] for `weight` [N, K]: columns visited in `order`, scales and zero points [N, G] fixed."""
-    rows, columns = weight.shape
-    visit = torch.arange(columns, device=weight.device) if order is None else order
+    sparsity: Pattern | Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Integers int8 [N, K] for `weight` [N, K] under fixed scales and zero points [N, G], and the mask they follow."""
+    rows, count = weight.shape
+    visit = torch.arange(count, device=weight.device) if columns.order is None else columns.order
     scale = steps[0].T.float().contiguous()  # [G, N]: one contiguous row per group
     zero = None if steps[1] is None else steps[1].T.float().contiguous()
-    group_of = (visit // (columns // len(scale))).tolist()
-    integers = torch.empty(columns, rows, dtype=torch.int8, device=weight.device)
+    group_of = (visit // (count // len(scale))).tolist()
+    integers = torch.empty(count, rows, dtype=torch.int8, device=weight.device)
+    choice = Choice(sparsity, columns.factor.upper, rows) if isinstance(sparsity, Pattern) else None
+    held = sparsity.T[visit] if isinstance(sparsity, Tensor) else None
+    mask = held if choice is None else choice.mask
 
     def decide(j: int, values: Tensor) -> Tensor:
         group = group_of[j]
@@ -82,10 +117,10 @@ def _solve(
         if zero is not None:
             q.add_(zero[group])
         q.round_().clamp_(grid.minimum, grid.maximum)
+        if mask is not None:
+            q.mul_(mask[j])
         integers[j] = q
         return (q if zero is None else q.sub_(zero[group])).mul_(scale[group])
 
-    solve_columns(weight.T[visit], upper, decide, block_size)
-    result = torch.empty_like(integers)
-    result[visit] = integers
-    return result.T.contiguous()
+    solve_columns(weight.T[visit], columns.factor.upper, decide, columns.block_size, choice)
+    return back_in_order(integers, visit), None if mask is None else back_in_order(mask, visit)

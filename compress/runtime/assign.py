@@ -13,7 +13,7 @@ from compress.checkpoint import Checkpoint
 from compress.checkpoint.agreement import MEND, refuse_extra, refuse_missing, refuse_shape, strangers
 from compress.checkpoint.quantization_config import parse
 from compress.errors import InputError
-from compress.formats import format_named, int8_outlier
+from compress.formats import format_named, int8_outlier, sparse24
 from compress.formats.grid import TensorSpec
 from compress.formats.scheme import Scheme
 from compress.kernels import Kernel
@@ -138,6 +138,12 @@ def _check_values(checkpoint: Checkpoint, module: str, shape: torch.Size, tensor
         raise InputError(
             f"{checkpoint.folder}: tensor '{module}.weight_shape' says {stated.tolist()}, not {list(shape)}: {MEND}"
         )
+    indices = tensors.get("weight_indices")
+    if indices is not None:
+        try:
+            sparse24.unpack_indices(indices, shape[1])
+        except ValueError as error:
+            raise InputError(f"{checkpoint.folder}: tensor '{module}.weight_indices': {error}: {MEND}") from error
     columns = tensors.get("outlier_columns")
     if columns is not None and len(columns):
         ascending = bool((columns[1:] > columns[:-1]).all())

@@ -1,4 +1,4 @@
-"""A stand-in for the Triton compiler: binaries that a test can tell apart, at once and without Triton."""
+"""A stand-in for the compilers: binaries that a test can tell apart, at once and without Triton or NVRTC."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ from compress.kernels import aot
 
 
 class FakeCompiler:
-    """Counts what it is asked for. `present`: whether Triton is installed. `flavour`: what another compiler changes."""
+    """Counts what it is asked for. `present`: whether Triton is installed, `nvrtc` whether that is. `flavour`: what
+    another compiler changes."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
         self.present = True
+        self.nvrtc = True
         self.flavour = "plain"
 
-    def unavailable(self) -> str | None:
+    def unavailable(self, compiler: aot.Compiler = "triton") -> str | None:
+        if compiler == "nvrtc":
+            return None if self.nvrtc else "NVRTC is not installed: pip install it"
         return None if self.present else "Triton is not installed: pip install it"
 
+    def compiler_version(self, compiler: aot.Compiler) -> str:
+        return f"{compiler} 1.0"
+
     def compile_variant(self, variant: aot.Variant, target: str) -> aot.Artifact:
-        assert self.present, "asked to compile without a compiler"
+        assert self.unavailable(variant.compiler) is None, "asked to compile without a compiler"
         self.asked.append((variant.name, target))
         return aot.Artifact(
             variant=variant,
@@ -31,15 +38,16 @@ class FakeCompiler:
             binary=f"{self.flavour} {variant.name} for {target}".encode(),
             shared_bytes=2048,
             threads=32 * variant.warps,
-            arguments=(*variant.signature.items(), *aot.SCRATCH),
+            arguments=variant.arguments,
         )
 
 
 def install(monkeypatch: pytest.MonkeyPatch, cache: Path) -> FakeCompiler:
-    """Put a fake compiler in Triton's place, and the cache and its record below `cache`."""
+    """Put a fake compiler in the place of both, and the cache and its record below `cache`."""
     compiler = FakeCompiler()
     stand_ins: dict[str, Callable[..., object]] = {
         "unavailable": compiler.unavailable,
+        "compiler_version": compiler.compiler_version,
         "compile_variant": compiler.compile_variant,
     }
     for name, stand_in in stand_ins.items():

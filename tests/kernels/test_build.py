@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from compress.errors import InputError
-from compress.formats.scheme import SCHEMES, Scheme, scheme_named
+from compress.formats.pattern import Pattern
+from compress.formats.scheme import FLOATS, SCHEMES, Scheme, pruned, scheme_named
 from compress.kernels import aot, build, trust
 from compress.kernels.cpu import build as cpu
 from compress.kernels.exported import FOLDER, MANIFEST, Entry, read_manifest, verify, write
@@ -21,6 +22,7 @@ from tests.kernels.compiled import FakeCompiler, install
 
 BF16 = torch.bfloat16
 W4A16 = scheme_named("W4A16", 64)
+SPARSE = pruned(W4A16, Pattern(2, 4))
 
 
 @pytest.fixture
@@ -70,6 +72,9 @@ def test_every_scheme_has_a_kernel_for_every_target(name: str, target: str) -> N
         (W4A16, torch.float32, "sm_90", (64, 128), r"scales are torch.float32, .*export.scale_dtype"),
         (W4A16, BF16, "gfx942", (24, 128), "a weight of 24 x 128 is not a multiple of 16"),
         (scheme_named("W4A16", 20), BF16, "host", (64, 120), "multiples of 8 columns, not 20"),
+        (SPARSE, BF16, "gfx942", (64, 128), "2:4 weights need NVIDIA's sparse tensor cores, and W4A16.2:4 has no"),
+        (SPARSE, BF16, "sm_90", (64, 120), "a 2:4 weight of 64 x 120 has no multiple of 16 columns"),
+        (pruned(scheme_named("W8A16"), Pattern(2, 4)), BF16, "sm_90", (64, 128), "W8A16.2:4 has no 2:4 kernel: int8"),
     ],
 )
 def test_what_no_kernel_serves_is_refused(
@@ -87,6 +92,40 @@ def test_scheme_decides_which_variants_are_built(compiler: FakeCompiler) -> None
     assert any(name.startswith("attention_") for name in names) and not any(name.endswith("fp16") for name in names)
     int8 = {one.name for one in build.chosen(wanted(scheme_named("LLM_INT8"), dtype=torch.float16))}
     assert "llm_int8_wide_fp16" in int8 and not any(name.startswith(("w4", "w8")) for name in int8)
+
+
+@pytest.mark.parametrize("scheme", [SPARSE, *(pruned(one, Pattern(2, 4)) for one in (FLOATS, SCHEMES["W8A8"]))])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_2_4_weights_have_kernels_for_nvidia(scheme: Scheme, target: str, compiler: FakeCompiler) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        assert build.refuses(scheme, dtype, target, (64, 128)) is None
+    names = {one.name for one in build.chosen(wanted(scheme)) if one.format != aot.ATTENTION}
+    kinds = {
+        "W4A16+2:4": {"w4_narrow_g64", "w4_wide_g64", "w4_combine"},
+        "W8A8+2:4": {"w8_quantize", "w8_narrow", "w8_wide", "w8_combine"},
+        "W16A16+2:4": {"w16_narrow", "w16_wide", "w16_combine"},
+    }
+    assert names == {f"sparse24_{kind}_bf16" for kind in kinds[scheme.name]}
+
+
+def test_2_4_kernels_are_exported_with_their_compiler(compiler: FakeCompiler, tmp_path: Path) -> None:
+    entries = {entry.name: entry for entry in write(tmp_path, build.build(wanted(SPARSE), ["sm_90"]), ["sm_90"])}
+    entry = entries["sparse24_w4_narrow_g64_bf16"]
+    assert entry.builder.keys() == {"lmpress", "nvrtc"} and entry.file == f"{entry.name}.sm_90.cubin"
+    assert (entry.format, entry.constants["SPAN"], entry.symbol) == ("sparse24", 64, "product")
+    assert not {name for name, _ in entry.arguments} & {name for name, _ in aot.SCRATCH}
+    assert verify(tmp_path, build.source_of) == []
+    compiler.nvrtc = False
+    assert build.runnable(variant(entry.name), "sm_90", tmp_path, trusted=False).entry == entry
+
+
+def test_2_4_kernels_need_nvrtc(compiler: FakeCompiler) -> None:
+    compiler.nvrtc = False
+    assert build.problem(wanted(), "sm_90") is None
+    with pytest.raises(InputError, match="sm_90: cannot be built here: NVRTC is not installed: pip install it"):
+        build.check(wanted(SPARSE), ["sm_90"], "recipe")
+    with pytest.raises(InputError, match="sparse24_w4_combine_bf16 for sm_90 cannot be built here: NVRTC"):
+        build.device_kernel(variant("sparse24_w4_combine_bf16"), "sm_90")
 
 
 def test_targets_that_cannot_be_built_are_named(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
-from compress.formats import format_named
-from compress.formats.grid import Quantized
-from compress.formats.scheme import Scheme, scheme_named
+from compress.formats import format_named, sparse24
+from compress.formats.grid import FLOAT_BITS, Quantized
+from compress.formats.pattern import keep_largest
+from compress.formats.scheme import FLOATS, Scheme, pruned, scheme_named
 from compress.kernels import aot, build, cuda, driver, reference
 from compress.kernels.cuda import Attention, CudaKernel, PagedCache
 from compress.kernels.exported import Built
 from compress.kernels.triton import launch
+from tests.kernels import on_cpu
 from tests.kernels.compiled import install
 from tests.kernels.interpreter import interpreted
 
@@ -33,11 +35,18 @@ SCHEMES = {
     "W8A16 g128": scheme_named("W8A16"),
     "W8A8": scheme_named("W8A8"),
     "LLM_INT8": scheme_named("LLM_INT8"),
+    **{
+        f"{scheme.name} 2:4": pruned(scheme, sparse24.PATTERN)
+        for scheme in (FLOATS, scheme_named("W8A8"), scheme_named("W4A16"))
+    },
 }
 
 
 class Hopper:
-    """An H100 that runs plans on CPU tensors. `launched`: every step with the arguments that a driver would get."""
+    """An H100 that runs plans on CPU tensors: Triton's by its interpreter, those of CUDA C++ by on_cpu.py.
+
+    `launched`: every step with the arguments that a driver would get.
+    """
 
     def __init__(self) -> None:
         self.launched: list[tuple[str, tuple[int, int, int], tuple[Any, ...]]] = []
@@ -52,6 +61,11 @@ class Hopper:
         self, plan: launch.Plan, kernels: Mapping[str, driver.Loaded], pointers: Mapping[str, Tensor | None]
     ) -> None:
         self._marshal(plan, kernels, pointers)
+        if plan.steps[0].name.startswith("sparse24"):
+            if on_cpu.unavailable() is not None:
+                pytest.skip(str(on_cpu.unavailable()))
+            on_cpu.run(plan, pointers)
+            return
         given = {name: tensor for name, tensor in pointers.items() if tensor is not None}
         after = interpreted(plan, given)
         for name in ("out", "counts"):
@@ -95,6 +109,12 @@ def stored(
         return torch.randint(grid.minimum, grid.maximum + 1, shape, dtype=torch.int8, generator=GENERATOR)
 
     groups = grid.groups(columns)
+    if scheme.pattern is not None:
+        mask = keep_largest(torch.rand(rows, columns, generator=GENERATOR), scheme.pattern)
+        floats = torch.randn(rows, columns, generator=GENERATOR).to(dtype)
+        q = floats if grid.bits == FLOAT_BITS else integers(rows, columns)
+        scale = torch.randn(rows, groups, generator=GENERATOR).mul(0.01).to(dtype)
+        return sparse24.pack(Quantized(q.masked_fill(~mask, 0), scale, mask=mask), grid)
     scale = torch.randn(rows, groups, generator=GENERATOR).mul(0.01).to(dtype)
     weight = Quantized(integers(rows, columns), scale, None if grid.symmetric else integers(rows, groups))
     if scheme.threshold is not None:
@@ -205,10 +225,11 @@ def test_float16_checkpoints_have_kernels_of_their_own(hopper: Hopper) -> None:
     [
         ({"dtype": torch.float32}, "scales are torch.float32, not 16 bits wide"),
         ({"rows": 24}, "24 x 384 is not a multiple of 16 both ways"),
+        ({"columns": 264, "scheme": "W16A16 2:4"}, "a 2:4 weight of 48 x 264 has no multiple of 16 columns"),
     ],
 )
 def test_weights_that_no_binary_takes_are_refused(hopper: Hopper, changes: dict[str, Any], words: str) -> None:
-    scheme = SCHEMES["W4A16 g64"]
+    scheme = SCHEMES[changes.pop("scheme", "W4A16 g64")]
     with pytest.raises(InputError, match=words):
         CudaKernel().prepare(stored(scheme, **changes), scheme, CPU)
 
@@ -218,6 +239,9 @@ def test_devices_it_does_not_run_on(hopper: Hopper, monkeypatch: pytest.MonkeyPa
     assert kernel.refuses(scheme, CPU) == "runs on NVIDIA GPUs alone"
     assert kernel.refuses(scheme, gpu) is None
     assert "groups of 32 columns" in str(kernel.refuses(scheme_named("W4A16", 16), gpu))
+    assert kernel.refuses(SCHEMES["W4A16 2:4"], gpu) is None
+    full = CudaKernel(torch.float32).refuses(SCHEMES["W16A16 2:4"], gpu)
+    assert full == "multiplies 16-bit activations, not torch.float32: load the model with --dtype bfloat16"
     for capability, target in (((8, 0), "sm_80"), ((8, 9), "sm_80"), ((9, 0), "sm_90"), ((10, 0), "sm_100")):
         assert cuda.target_of(capability) == target
         hopper.capability = capability

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from compress.errors import InputError
-from compress.formats.scheme import SCHEMES, scheme_named
+from compress.formats.scheme import SCHEMES, pruned, scheme_named
+from compress.formats.sparse24 import PATTERN
 from compress.kernels.pick import KERNELS, cpu_kernel, expected, pick
 
 
@@ -26,11 +27,11 @@ def test_the_plan_names_the_kernel_that_will_run(name: str, monkeypatch: pytest.
 
 
 def test_the_plan_knows_which_groups_the_kernel_takes() -> None:
-    odd = scheme_named("W4A16", 12)
-    assert expected(odd, "cpu") == pick(odd, "cpu", (cpu_kernel(1), *KERNELS)).NAME == "reference"
+    for odd in (scheme_named("W4A16", 12), pruned(scheme_named("W4A16", 16), PATTERN)):
+        assert expected(odd, "cpu") == pick(odd, "cpu", (cpu_kernel(1), *KERNELS)).NAME == "reference"
 
 
 def test_a_format_without_a_kernel_is_refused_with_reasons() -> None:
-    strange = replace(SCHEMES["W4A16"], format="sparse24")
-    with pytest.raises(InputError, match="'sparse24' has no kernel on cpu .reference: unknown format.: export it"):
+    strange = replace(SCHEMES["W4A16"], format="sparse48")
+    with pytest.raises(InputError, match="'sparse48' has no kernel on cpu .reference: unknown format.: export it"):
         pick(strange, "cpu")

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.formats import format_named
+from compress.formats import format_named, sparse24
 from compress.formats.grid import Grid, Quantized, dequantize
-from compress.formats.scheme import Scheme, scheme_named
+from compress.formats.scheme import FLOATS, Scheme, pruned, scheme_named
 from compress.kernels import reference
+from tests.kernels.pruned import random_pruned
 
 GENERATOR = torch.Generator().manual_seed(0)
 SCHEMES = {
@@ -20,6 +21,9 @@ SCHEMES = {
     "W4A16_ASYM": scheme_named("W4A16_ASYM", 32),
     "W8A16": scheme_named("W8A16", 32),
     "W8A8": scheme_named("W8A8"),
+    "2:4 W4A16": pruned(scheme_named("W4A16", 32), sparse24.PATTERN),
+    "2:4 W8A8": pruned(scheme_named("W8A8"), sparse24.PATTERN),
+    "2:4 floats": pruned(FLOATS, sparse24.PATTERN),
 }
 
 
@@ -30,6 +34,13 @@ def random_weight(rows: int, columns: int, grid: Grid) -> Quantized:
     groups = grid.groups(columns)
     scale = torch.randn(rows, groups, generator=GENERATOR).mul(0.01).to(torch.bfloat16)  # of either sign
     return Quantized(integers(rows, columns), scale, None if grid.symmetric else integers(rows, groups))
+
+
+def weight_of(scheme: Scheme) -> Quantized:
+    """A weight [40, 96] as `scheme` stores it."""
+    if scheme.pattern is not None:
+        return random_pruned(40, 96, scheme.grid, GENERATOR)
+    return random_weight(40, 96, scheme.grid)
 
 
 def prepared(weight: Quantized, scheme: Scheme, device: torch.device) -> reference.Prepared:
@@ -47,7 +58,7 @@ def decibels(got: Tensor, want: Tensor) -> float:
 def test_matmul(monkeypatch: pytest.MonkeyPatch, device: torch.device, scheme: Scheme, chunk: int) -> None:
     """x [3, 5, 96] times a packed [40, 96]: what float64 arithmetic makes of the dequantized weight."""
     monkeypatch.setattr(reference, "CHUNK", chunk)
-    weight = random_weight(40, 96, scheme.grid)
+    weight = weight_of(scheme)
     x = torch.randn(3, 5, 96, generator=GENERATOR)
     want = reference.round_activations(x, scheme).double() @ dequantize(weight).double().T
     got = reference.matmul(x.to(device), prepared(weight, scheme, device)).cpu()
@@ -57,7 +68,7 @@ def test_matmul(monkeypatch: pytest.MonkeyPatch, device: torch.device, scheme: S
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 def test_dequantized_rows_are_exact(scheme: Scheme) -> None:
-    weight = random_weight(40, 96, scheme.grid)
+    weight = weight_of(scheme)
     rows = reference._weight_rows(prepared(weight, scheme, torch.device("cpu")), slice(8, 24))
     assert torch.equal(rows, dequantize(weight)[8:24])
 

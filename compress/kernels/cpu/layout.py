@@ -1,6 +1,6 @@
 """Weights as the C++ kernels want them: panels of 16 output rows side by side (source/weights.h draws the layout).
 
-N rows and K columns, both padded with zeros: N to a multiple of 16, K to a multiple of 8.
+N rows and K columns, both padded with zeros: N to a multiple of 16, K to a multiple of 8, or of 32 with 2:4 sparsity.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor
 
 LANES = 16
 COLUMNS = 8  # what K is padded to
+BLOCK = 32  # what K of 2:4 weights is padded to
 
 
 def nibble_panels(q: Tensor) -> Tensor:
@@ -25,6 +26,29 @@ def byte_panels(q: Tensor) -> Tensor:
     q = _padded(q, COLUMNS)
     unsigned = (q.view(torch.uint8) ^ 128).view(-1, LANES, q.shape[1] // 4, 4)
     return unsigned.transpose(1, 2).contiguous()
+
+
+def sparse_panels(q: Tensor, mask: Tensor, bits: int) -> Tensor:
+    """2:4 weights of 4 or 8 bits, int8 and bool [N, K], as uint8 [panels, K / 32, 1 + bits / 2, 16, 4].
+
+    A block of 32 columns holds the positions of its kept values, then the values.
+    """
+    positions = kept_positions(_padded(mask, BLOCK))
+    values = _padded(q, BLOCK).unflatten(1, (-1, 4)).gather(-1, positions)
+    shape = (-1, LANES, positions.shape[1] * 4 // BLOCK, 4, 4)
+    # [panels, K / 32, unit of 8 columns, 16, kept value]
+    positions, values = (part.to(torch.uint8).view(shape).permute(0, 2, 3, 1, 4) for part in (positions, values))
+    packed = positions[:, :, 0] | positions[:, :, 1] << 2 | positions[:, :, 2] << 4 | positions[:, :, 3] << 6
+    if bits == 4:
+        values = values[:, :, 0::2] & 15 | values[:, :, 1::2] << 4
+    return torch.cat((packed.unsqueeze(2), values), dim=2)
+
+
+def kept_positions(mask: Tensor) -> Tensor:
+    """Where a 2:4 mask bool [N, K] keeps: int64 [N, K / 4, 2], within four columns. Where it keeps none: 0 and 3."""
+    groups = mask.to(torch.uint8).unflatten(1, (-1, 4))
+    # Of equal numbers, argmax finds the first.
+    return torch.stack((groups.argmax(-1), 3 - groups.flip(-1).argmax(-1)), dim=-1)
 
 
 def column_panels(values: Tensor) -> Tensor:

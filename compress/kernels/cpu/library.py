@@ -17,7 +17,7 @@ from compress.kernels.cpu import build
 from compress.kernels.cpu.threads import available_threads
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-INT8, INT4 = 3, 4
+INT8, INT4, SPARSE8, SPARSE4 = 3, 4, 5, 6
 
 
 class LinearLayout(Structure):

@@ -123,17 +123,19 @@ struct Layer {
     }
 
     void fill_integers(Random& random, const Shape& shape) {
-        const int64_t group = shape.group ? shape.group : up(shape.columns, 8);
+        const int64_t group = shape.group ? shape.group : up(shape.columns, is_sparse(linear) ? 32 : 8);
         const int64_t scale_group = shape.scale_group ? shape.scale_group : up(shape.columns, group);
         const int64_t padded = up(shape.columns, scale_group), groups = padded / scale_group;
-        const int64_t panels = panels_of(linear), bytes = shape.type == INT4 ? padded / 2 : padded;
+        const int64_t panels = panels_of(linear), bytes = padded * bits(shape.type) / 8;
         linear.padded_columns = padded;
         linear.group = group;
         linear.scale_group = scale_group;
         for (int64_t i = 0; i < panels * bytes * LANES; ++i) packed.push_back(static_cast<uint8_t>(random.bits()));
+        if (is_sparse(linear)) fill_positions(random);
         linear.weight = packed.data();
         // So that weights stay below 1, as those of the other types.
-        numbers.emplace_back(random, panels * groups * LANES, shape.scale_type, shape.type == INT4 ? 3 : 7);
+        const bool nibbles = shape.type == INT4 || shape.type == SPARSE4;
+        numbers.emplace_back(random, panels * groups * LANES, shape.scale_type, nibbles ? 3 : 7);
         linear.scale = numbers[0].data();
         for (int64_t i = 0; shape.zero && i < panels * groups * LANES; ++i)
             zeros.push_back(static_cast<int8_t>(random.integer(-8, 7)));
@@ -146,6 +148,24 @@ struct Layer {
                 weight[row * shape.columns + column] = static_cast<float>(integer) * numbers[0].at(at);
             }
         if (shape.outliers > 0) fill_outliers(random, shape);
+    }
+
+    // Bits of a panel per weight.
+    static int64_t bits(int32_t type) {
+        return type == INT4 ? 4 : type == INT8 ? 8 : type == SPARSE4 ? 3 : 5;
+    }
+
+    // Two places of every four columns, in padding too.
+    void fill_positions(Random& random) {
+        const size_t block = static_cast<size_t>(bits(linear.type)) * 64;
+        for (size_t start = 0; start < packed.size(); start += block)
+            for (size_t at = start; at < start + 64; at += 2)
+                for (int unit = 0; unit < 4; ++unit) {
+                    const int64_t first = random.integer(0, 2), second = random.integer(first + 1, 3);
+                    const int keep = ~(3 << 2 * unit);
+                    packed[at] = static_cast<uint8_t>((packed[at] & keep) | first << 2 * unit);
+                    packed[at + 1] = static_cast<uint8_t>((packed[at + 1] & keep) | second << 2 * unit);
+                }
     }
 
     void fill_outliers(Random& random, const Shape& shape) {
@@ -172,10 +192,24 @@ struct Layer {
 
     int unpack(int64_t row, int64_t column, int64_t panel_bytes) const {
         const uint8_t* panel = packed.data() + row / LANES * panel_bytes;
+        if (is_sparse(linear)) return unpack_sparse(panel, row % LANES, column);
         const int64_t byte = 4 * (row % LANES) + column % 4;
         if (linear.type == INT8) return panel[column / 4 * 64 + byte] - 128;
         const uint8_t both = panel[column / 8 * 64 + byte];
         return (column % 8 < 4 ? both & 15 : both >> 4) - 8;
+    }
+
+    // What a row of a 2:4 panel keeps of a column, or 0.
+    int unpack_sparse(const uint8_t* panel, int64_t row, int64_t column) const {
+        const uint8_t* block = panel + column / 32 * bits(linear.type) * 64;
+        const int64_t unit = column % 32 / 8, start = 4 * row + column % 8 / 4 * 2;
+        for (int64_t byte = start; byte < start + 2; ++byte) {
+            if ((block[byte] >> 2 * unit & 3) != column % 4) continue;
+            if (linear.type == SPARSE8) return static_cast<int8_t>(block[64 + 64 * unit + byte]);
+            const int nibble = block[64 + unit / 2 * 64 + byte] >> unit % 2 * 4 & 15;
+            return nibble < 8 ? nibble : nibble - 16;
+        }
+        return 0;
     }
 };
 
@@ -297,6 +331,13 @@ static void check_products(void* engine, Random& random) {
                 check_product(engine, random, {7, 40, INT4, scale, 0, 0, zero, false, 0}, tokens);
                 check_product(engine, random, {129, 100, INT8, scale, 0, 0, zero, false, 0}, tokens);
             }
+    for (const int32_t type : {SPARSE4, SPARSE8})
+        for (const int64_t tokens : {1, 3, 4, 7, 40})
+            for (const int32_t scale : {FLOAT32, BFLOAT16}) {
+                check_product(engine, random, {35, 96, type, scale, 32, 32, false, true, 0}, tokens);
+                check_product(engine, random, {90, 152, type, scale, 32, 64, false, false, 0}, tokens);
+                check_product(engine, random, {129, 100, type, scale, 0, 0, false, true, 0}, tokens);
+            }
     for (const int64_t tokens : {1, 4, 70}) {
         check_product(engine, random, {33, 77, INT8, FLOAT16, 0, 0, false, true, 3}, tokens);
         check_product(engine, random, {48, 64, INT8, BFLOAT16, 0, 0, false, false, 7}, tokens);
@@ -354,7 +395,7 @@ struct Model {
         const int64_t width = family.width, inner = family.inner;
         const int64_t shapes[7][2] = {{query, width}, {shared, width}, {shared, width}, {width, query},
                                       {inner, width}, {inner, width},  {width, inner}};
-        const int64_t group = family.type == INT4 ? 32 : 0;
+        const int64_t group = family.type == INT4 || family.type == SPARSE4 ? 32 : 0;
         for (const auto& shape : shapes)
             layers.emplace_back(random, Shape{shape[0], shape[1], family.type, BFLOAT16, group, group, false,
                                               family.bias, family.type == INT8 ? 2 : 0});
@@ -544,6 +585,8 @@ static void check_blocks(void* engine, Random& random) {
         {"bfloat16 cache", {4, 2, 16}, 48, 80, 0, 0, SILU, false, false, false, BFLOAT16, BFLOAT16, 60},
         {"int8 cache", {4, 2, 24}, 48, 80, 20, 0, SILU, false, false, false, FLOAT16, INT8, 60},
         {"int4", {4, 2, 16}, 64, 96, 0, 0, SILU, false, false, true, INT4, FLOAT32, 40},
+        {"2:4 int4", {4, 2, 16}, 64, 96, 0, 0, SILU, false, false, true, SPARSE4, FLOAT32, 40},
+        {"2:4 int8", {4, 2, 16}, 48, 80, 0, 0, SILU, false, false, false, SPARSE8, BFLOAT16, 40},
         {"int8 with outliers", {4, 2, 16}, 48, 80, 0, 0, SILU, false, false, false, INT8, INT8, 40},
     };
     for (const Family& family : families) {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,10 +9,8 @@ from torch import Tensor
 from compress.formats import format_named
 from compress.formats.grid import Quantized, dequantize
 from compress.formats.scheme import Scheme, scheme_named
-from compress.kernels.cpu import build
 from compress.kernels.cpu.kernel import CpuKernel, Prepared, activation_group
 from compress.kernels.cpu.layout import narrowest
-from compress.kernels.cpu.library import Engine
 from compress.kernels.reference import LEVELS, quantize_tokens
 
 CPU = torch.device("cpu")
@@ -30,13 +26,6 @@ SCHEMES = {
     "W8A8": scheme_named("W8A8"),
     "LLM_INT8": scheme_named("LLM_INT8"),
 }
-
-
-@pytest.fixture(scope="module", params=build.supported())
-def kernel(request: pytest.FixtureRequest) -> Iterator[CpuKernel]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LMPRESS_CPU_VARIANT", request.param)
-        yield CpuKernel(Engine(2))
 
 
 def random_weight(scheme: Scheme, rows: int, columns: int, generator: torch.Generator) -> Quantized:
@@ -56,7 +45,7 @@ def random_weight(scheme: Scheme, rows: int, columns: int, generator: torch.Gene
 def rounded(x: Tensor, scheme: Scheme, outliers: Tensor | None) -> Tensor:
     """What the kernel makes of x before it multiplies, float64."""
     if scheme.activation_bits is None:
-        group = activation_group(scheme.grid.group_size or x.shape[-1])
+        group = activation_group(scheme, x.shape[-1])
         integers, step = quantize_tokens(x.reshape(-1, group), 127.0)
         return (integers.double() * step.double()).view(x.shape)
     inside = x.clone()

@@ -1,6 +1,8 @@
 // Linear layers: activations times panels of the weight, on vector units.
 #pragma once
 
+#include <type_traits>
+
 #include "activations.h"
 
 // Where a product goes: rows `stride` floats apart, which it is added to or written over.
@@ -42,13 +44,22 @@ struct GroupScale {
     }
 };
 
+// Call task(part) for each of PARTS parts, known when compiled.
+template <int PARTS, int PART = 0, class Task>
+static inline void each_part(const Task& task) {
+    if constexpr (PART < PARTS) {
+        task(std::integral_constant<int, PART>{});
+        each_part<PARTS, PART + 1>(task);
+    }
+}
+
 // sums[M][P] += the integer products of M rows, of the WIDTH that lie in one tile, with P panels.
 template <class Dot, int M, int P, int WIDTH>
 static inline void multiply_integers(const Linear& linear, const Activations& input, int64_t row, int64_t panel,
                                      Floats (*sums)[P]) {
-    constexpr int64_t BYTES = 64 * Dot::PARTS, HOP = WIDTH * OCTET;
-    const int64_t padded = linear.padded_columns, octets = linear.group / OCTET;
-    const int64_t panel_bytes = padded / OCTET * BYTES;
+    constexpr int64_t HOP = WIDTH * OCTET;
+    const int64_t blocks = linear.group / Dot::COLUMNS;
+    const int64_t panel_bytes = linear.padded_columns / Dot::COLUMNS * Dot::BYTES;
     const uint8_t* weights[P];
     for (int p = 0; p < P; ++p) weights[p] = static_cast<const uint8_t*>(linear.weight) + (panel + p) * panel_bytes;
     const int8_t* integers = input.integers.data() + input.start(row);
@@ -56,21 +67,25 @@ static inline void multiply_integers(const Linear& linear, const Activations& in
         typename Dot::Sum products[M][P];
         for (int m = 0; m < M; ++m)
             for (int p = 0; p < P; ++p) products[m][p] = Dot::zero();
-        for (int64_t octet = 0; octet < octets; ++octet, integers += HOP) {
-            for (int part = 0; part < Dot::PARTS; ++part) {
+        typename Dot::Surplus surplus[P] = {};
+        for (int64_t block = 0; block < blocks; ++block, integers += Dot::COLUMNS / OCTET * HOP) {
+            each_part<Dot::PARTS>([&](auto part) {
+                constexpr int PART = decltype(part)::value, COLUMN = Dot::COLUMNS / Dot::PARTS * PART;
                 for (int p = 0; p < P; ++p) {
-                    const typename Dot::Weights loaded = Dot::load(weights[p] + part * 64);
-                    for (int m = 0; m < M; ++m)
-                        products[m][p] =
-                            Dot::dot(products[m][p], loaded, integers + m * OCTET + part * (OCTET / Dot::PARTS));
+                    const typename Dot::Weights loaded = Dot::template load<PART>(weights[p]);
+                    surplus[p] = Dot::add(surplus[p], loaded);
+                    for (int m = 0; m < M; ++m) {
+                        const int8_t* columns = integers + m * OCTET + COLUMN / OCTET * HOP + COLUMN % OCTET;
+                        products[m][p] = Dot::dot(products[m][p], loaded, columns, HOP);
+                    }
                 }
-            }
-            for (int p = 0; p < P; ++p) weights[p] += BYTES;
+            });
+            for (int p = 0; p < P; ++p) weights[p] += Dot::BYTES;
         }
         for (int p = 0; p < P; ++p) {
             const GroupScale scale(linear, panel + p, group, Dot::OFFSET);
             for (int m = 0; m < M; ++m)
-                sums[m][p] = scale.add_to(sums[m][p], Dot::finish(products[m][p]), input,
+                sums[m][p] = scale.add_to(sums[m][p], Dot::finish(products[m][p], surplus[p]), input,
                                           (row + m) * input.groups + group);
         }
     }
@@ -167,6 +182,8 @@ static void multiply_tile(const Linear& linear, const Activations& input, int64_
     if constexpr (INTEGERS) {
         if (linear.type == INT4) multiply_all_integers<NibbleDot, M, P>(linear, input, row, panel, sums);
         if (linear.type == INT8) multiply_all_integers<ByteDot, M, P>(linear, input, row, panel, sums);
+        if (linear.type == SPARSE4) multiply_all_integers<SparseNibbleDot, M, P>(linear, input, row, panel, sums);
+        if (linear.type == SPARSE8) multiply_all_integers<SparseByteDot, M, P>(linear, input, row, panel, sums);
         if (linear.outliers > 0) add_outliers<M, P>(linear, input, row, panel, sums);
     } else {
         const float* x[M];

@@ -1,17 +1,20 @@
 // AMX, the matrix units of newer Xeons: 16 rows by 16 rows of the weight by 64 bytes of columns per instruction.
 //
 // A byte panel is already the right operand of `tdpbsud` (columns by fours, 16 rows side by side), and a bfloat16 panel
-// that of `tdpbf16ps`; 4-bit panels are widened into a small buffer first. Four sums at a time, of two row tiles and two
-// panels or of one row tile and four panels, hide the units' latency. Floats are multiplied as three bfloat16 each,
-// which loses nothing of their 24 bits.
+// that of `tdpbf16ps`; 4-bit panels, and 2:4 panels for `tdpbssd`, are widened into a small buffer first. Four sums at
+// a time, of two row tiles and two panels or of one row tile and four panels, hide the units' latency. Floats are
+// multiplied as three bfloat16 each, which loses nothing of their 24 bits.
 #pragma once
 
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "linear.h"
+#include "expand_amx.h"
 
 constexpr int TILE_ROWS = 16, TILE_BYTES = 64, SUMS = 4;
+// Blocks of columns that are widened at a time where that is done in each pass: so few that they stay in the
+// first-level cache, and that the next ones are widened while matrix units work on these.
+constexpr int64_t PIECE_BLOCKS = 2;
 
 // Ask the kernel for the tile registers, whose state is large; false where it says no.
 static inline bool allow_matrix_units() {
@@ -54,6 +57,9 @@ struct TileJob {
     const uint8_t* right[SUMS];  // weights, 16 bytes for each byte of a row's columns
     int64_t panels;
     bool two_rows;
+    uint8_t* widened;  // where those that are widened go, `room` bytes from panel to panel
+    int64_t room;
+    bool in_pieces;  // widened a piece at a time, just before it is used
 
     int sums() const { return two_rows ? SUMS : static_cast<int>(panels); }
     int panel(int sum) const { return two_rows ? sum % 2 : sum; }
@@ -67,22 +73,27 @@ static inline void zero_sums() {
     _tile_zero(3);
 }
 
+// What a right tile holds.
+enum TileNumbers { UNSIGNED, SIGNED, FLOATS };
+
 // Sum number SUM += left register LEFT times right register RIGHT.
-#define LMPRESS_MULTIPLY(SUM, LEFT, RIGHT)                    \
-    do {                                                      \
-        if constexpr (INTEGERS) _tile_dpbsud(SUM, LEFT, RIGHT); \
-        else _tile_dpbf16ps(SUM, LEFT, RIGHT);                \
+#define LMPRESS_MULTIPLY(SUM, LEFT, RIGHT)                                    \
+    do {                                                                      \
+        if constexpr (NUMBERS == UNSIGNED) _tile_dpbsud(SUM, LEFT, RIGHT);    \
+        else if constexpr (NUMBERS == SIGNED) _tile_dpbssd(SUM, LEFT, RIGHT); \
+        else _tile_dpbf16ps(SUM, LEFT, RIGHT);                                \
     } while (false)
 
-// Add the products over `count` blocks of `bytes` bytes of columns to the four sums.
-template <bool INTEGERS>
-static inline void add_blocks(const TileJob& job, int64_t offset, int64_t bytes, int64_t count) {
-    for (int64_t block = 0; block < count; ++block, offset += bytes) {
+// Add the products over `count` blocks of `bytes` bytes of columns to the four sums: from the byte `offset` of the left
+// side's rows and `start` of the right side's.
+template <TileNumbers NUMBERS>
+static inline void add_blocks(const TileJob& job, int64_t offset, int64_t start, int64_t bytes, int64_t count) {
+    for (int64_t block = 0; block < count; ++block, offset += bytes, start += bytes) {
         _tile_loadd(4, static_cast<const uint8_t*>(job.left[0]) + offset, job.stride);
-        _tile_loadd(6, job.right[0] + offset * LANES, TILE_BYTES);
+        _tile_loadd(6, job.right[0] + start * LANES, TILE_BYTES);
         LMPRESS_MULTIPLY(0, 4, 6);
         if (job.panels > 1) {
-            _tile_loadd(7, job.right[1] + offset * LANES, TILE_BYTES);
+            _tile_loadd(7, job.right[1] + start * LANES, TILE_BYTES);
             LMPRESS_MULTIPLY(1, 4, 7);
         }
         if (job.two_rows) {
@@ -92,11 +103,11 @@ static inline void add_blocks(const TileJob& job, int64_t offset, int64_t bytes,
             continue;
         }
         if (job.panels > 2) {
-            _tile_loadd(6, job.right[2] + offset * LANES, TILE_BYTES);
+            _tile_loadd(6, job.right[2] + start * LANES, TILE_BYTES);
             LMPRESS_MULTIPLY(2, 4, 6);
         }
         if (job.panels > 3) {
-            _tile_loadd(7, job.right[3] + offset * LANES, TILE_BYTES);
+            _tile_loadd(7, job.right[3] + start * LANES, TILE_BYTES);
             LMPRESS_MULTIPLY(3, 4, 7);
         }
     }
@@ -121,16 +132,29 @@ static inline void store_sums(Number (&to)[SUMS][TILE_ROWS][LANES]) {
 static inline int64_t tile_columns(const Linear& linear) {
     const int64_t bytes = is_integer(linear) ? linear.group : 2 * linear.padded_columns;
     int64_t columns = TILE_BYTES;
-    while (bytes % columns) columns -= OCTET;
+    while (bytes % columns) columns -= is_sparse(linear) ? SparseByteDot::COLUMNS : OCTET;
     return columns;
 }
 
-static inline void widen_panel(const uint8_t* packed, int64_t octets, uint8_t* to) {
-    for (int64_t octet = 0; octet < octets; ++octet) {
-        const NibbleDot::Weights weights = NibbleDot::load(packed + octet * 64);
-        _mm512_storeu_si512(to + octet * 128, weights.low);
-        _mm512_storeu_si512(to + octet * 128 + 64, weights.high);
+static inline bool is_widened(const Linear& linear) { return linear.type == INT4 || is_sparse(linear); }
+
+// `count` columns of the job's panels, the first of which is `panel`, as bytes: from `first` on.
+static inline void widen(const Linear& linear, const TileJob& job, int64_t panel, int64_t first, int64_t count) {
+    for (int64_t p = 0; p < job.panels; ++p) {
+        uint8_t* to = job.widened + p * job.room;
+        if (is_sparse(linear)) {
+            expand_columns(linear, panel + p, first, count, to);
+            continue;
+        }
+        const uint8_t* packed = static_cast<const uint8_t*>(linear.weight) +
+                                ((panel + p) * linear.padded_columns + first) / OCTET * NibbleDot::BYTES;
+        for (int64_t octet = 0; octet < count / OCTET; ++octet) {
+            const NibbleDot::Weights weights = NibbleDot::load<0>(packed + octet * NibbleDot::BYTES);
+            _mm512_storeu_si512(to + octet * 128, weights.low);
+            _mm512_storeu_si512(to + octet * 128 + 64, weights.high);
+        }
     }
+    finish_stores();
 }
 
 // Rows and panels of one pass: `count` rows, up to 32, from `row`, and the job's panels from `panel`.
@@ -146,14 +170,21 @@ struct TilePlace {
 static inline void multiply_integer_tiles(const Linear& linear, const Activations& input, const TileJob& job,
                                           const TilePlace& place, TileSums& sums) {
     alignas(64) int32_t products[SUMS][TILE_ROWS][LANES];
-    const int64_t columns = tile_columns(linear);
+    const int64_t columns = tile_columns(linear), blocks = linear.group / columns;
+    const int32_t above = linear.type == INT4 ? NibbleDot::OFFSET : linear.type == INT8 ? ByteDot::OFFSET : 0;
     for (int64_t group = 0; group < input.groups; ++group) {
         zero_sums();
-        add_blocks<true>(job, group * linear.group, columns, linear.group / columns);
+        for (int64_t block = 0; block < blocks; block += PIECE_BLOCKS) {
+            const int64_t first = group * linear.group + block * columns;
+            const int64_t count = std::min(PIECE_BLOCKS, blocks - block);
+            if (job.in_pieces) widen(linear, job, place.panel, first, count * columns);
+            const int64_t start = job.in_pieces ? 0 : first;
+            if (is_sparse(linear)) add_blocks<SIGNED>(job, first, start, columns, count);
+            else add_blocks<UNSIGNED>(job, first, start, columns, count);
+        }
         store_sums(products);
         for (int sum = 0; sum < job.sums(); ++sum) {
             if (!job.used(sum)) continue;
-            const int32_t above = linear.type == INT4 ? NibbleDot::OFFSET : ByteDot::OFFSET;
             const GroupScale scale(linear, place.panel + job.panel(sum), group, above);
             const int64_t first = place.first_row(job, sum), rows = place.rows(job, sum);
             for (int64_t m = 0; m < rows; ++m) {
@@ -174,7 +205,7 @@ static inline void multiply_float_tiles(const Linear& linear, const Activations&
         const uint16_t* x = input.splits.data() + (part * input.rows_split + place.row) * padded;
         job.left[0] = x;
         job.left[1] = x + TILE_ROWS * padded;
-        add_blocks<false>(job, 0, bytes, 2 * padded / bytes);
+        add_blocks<FLOATS>(job, 0, 0, bytes, 2 * padded / bytes);
     }
     store_sums(sums.values);
 }
@@ -226,23 +257,20 @@ static inline void multiply_matrix_units(const Linear& linear, const Activations
                                          int64_t first, int64_t last, const Output& output) {
     static thread_local Buffer<uint8_t> widened;
     const int64_t padded = linear.padded_columns, panel_bytes = padded * LANES;  // of bytes
-    if (linear.type == INT4) widened.resize(static_cast<size_t>(SUMS * panel_bytes));
+    TileJob job{};
+    job.in_pieces = is_widened(linear) && last_row - row <= 4 * TILE_ROWS;
+    job.room = job.in_pieces ? PIECE_BLOCKS * TILE_BYTES * LANES : panel_bytes;
+    if (is_widened(linear)) job.widened = room(widened, SUMS * job.room);
     const int64_t step = last_row - row <= TILE_ROWS ? SUMS : 2, columns = tile_columns(linear);
     int64_t configured = 0;  // rows that the registers are shaped for
     for (int64_t panel = first; panel < last; panel += step) {
-        TileJob job{};
         job.panels = std::min(step, last - panel);
         for (int64_t p = 0; p < job.panels; ++p) {
-            const auto* weight = static_cast<const uint8_t*>(linear.weight);
-            if (linear.type == INT4) {
-                uint8_t* to = widened.data() + p * panel_bytes;
-                widen_panel(weight + (panel + p) * panel_bytes / 2, padded / OCTET, to);
-                job.right[p] = to;
-            } else {
-                job.right[p] = weight + (panel + p) * panel_bytes * (linear.type == BFLOAT16 ? 2 : 1);
-            }
+            const int64_t bytes = panel_bytes * (linear.type == BFLOAT16 ? 2 : 1);
+            const uint8_t* weight = static_cast<const uint8_t*>(linear.weight) + (panel + p) * bytes;
+            job.right[p] = is_widened(linear) ? job.widened + p * job.room : weight;
         }
-        finish_stores();
+        if (is_widened(linear) && !job.in_pieces) widen(linear, job, panel, 0, padded);
         for (int64_t start = row; start < last_row; start += 2 * TILE_ROWS) {
             const TilePlace place{start, std::min<int64_t>(2 * TILE_ROWS, last_row - start), panel};
             job.two_rows = place.count > TILE_ROWS;

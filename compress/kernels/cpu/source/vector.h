@@ -1,15 +1,26 @@
 // Sixteen lanes at a time, whatever the instruction set: every kernel here is written once, on these types.
 //
 // Floats: 16 float32. Ints: 16 int32. NibbleDot and ByteDot multiply unsigned weights of 4 or 8 bits by int8
-// activations: `load` fetches 64 bytes of a weight panel, PARTS of which hold 16 rows by 8 columns, `dot` adds their
-// products with 8 / PARTS activations to an accumulator, `finish` gives one exact int32 sum per row. ROWS: rows of
-// activations whose sums fit the registers.
+// activations, SparseNibbleDot and SparseByteDot signed ones with 2:4 sparsity. Of a weight panel, BYTES bytes hold 16
+// rows by COLUMNS columns; `load` fetches one of the PARTS that they are read in, `dot` adds the part's products with
+// as many activations, whose octets lie `hop` bytes apart, to an accumulator, `add` what they come out too high by, and
+// `finish` gives one exact int32 sum per row. OFFSET: what weights lie above their value. ROWS: rows of activations
+// whose sums fit the registers.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
 constexpr int LANES = 16;
+
+// Of a dot product whose sums come out as they should.
+struct NoSurplus {
+    struct Surplus {};
+    template <class Weights>
+    static inline Surplus add(Surplus, const Weights&) {
+        return {};
+    }
+};
 
 #if defined(__AVX512VNNI__)
 #include "vector_avx512.h"

@@ -63,36 +63,109 @@ static inline void load_pair(const uint16_t* from, Floats& even, Floats& odd) {
     odd = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
 }
 
-struct NibbleDot {
-    static constexpr int PARTS = 1, ROWS = 8;
+struct NibbleDot : NoSurplus {
+    static constexpr int COLUMNS = 8, BYTES = 64, PARTS = 1, ROWS = 8;
     static constexpr int OFFSET = 8;
     struct Weights {
         __m512i low, high;
     };
     using Sum = __m512i;
+    template <int PART>
     static inline Weights load(const uint8_t* panel) {
         const __m512i packed = _mm512_loadu_si512(panel), mask = _mm512_set1_epi8(15);
         return {_mm512_and_si512(packed, mask), _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask)};
     }
     static inline Sum zero() { return _mm512_setzero_si512(); }
-    static inline Sum dot(Sum sum, const Weights& weights, const int8_t* activations) {
+    static inline Sum dot(Sum sum, const Weights& weights, const int8_t* activations, int64_t) {
         sum = _mm512_dpbusd_epi32(sum, weights.low, splat_word(activations));
         return _mm512_dpbusd_epi32(sum, weights.high, splat_word(activations + 4));
     }
-    static inline Ints finish(Sum sum) { return sum; }
+    static inline Ints finish(Sum sum, Surplus) { return sum; }
 };
 
-struct ByteDot {
-    static constexpr int PARTS = 2, ROWS = 8;
+struct ByteDot : NoSurplus {
+    static constexpr int COLUMNS = 8, BYTES = 128, PARTS = 2, ROWS = 8;
     static constexpr int OFFSET = 128;
     using Weights = __m512i;
     using Sum = __m512i;
-    static inline Weights load(const uint8_t* panel) { return _mm512_loadu_si512(panel); }
+    template <int PART>
+    static inline Weights load(const uint8_t* panel) {
+        return _mm512_loadu_si512(panel + 64 * PART);
+    }
     static inline Sum zero() { return _mm512_setzero_si512(); }
-    static inline Sum dot(Sum sum, Weights weights, const int8_t* activations) {
+    static inline Sum dot(Sum sum, Weights weights, const int8_t* activations, int64_t) {
         return _mm512_dpbusd_epi32(sum, weights, splat_word(activations));
     }
-    static inline Ints finish(Sum sum) { return sum; }
+    static inline Ints finish(Sum sum, Surplus) { return sum; }
+};
+
+// The kept values of one unit of a 2:4 panel, signed, and which of the unit's 8 activations each of them meets.
+//
+// Every row meets activations of its own, so these are shuffled and must be vpdpbusd's unsigned side: 128 is added to
+// them. What that adds to a row's sum, its weights alone decide: the surplus, which serves all rows of activations.
+struct SparseUnit {
+    __m512i values, picks;
+
+    template <int UNIT>
+    static inline SparseUnit make(__m512i values, const uint8_t* block) {
+        const __m512i positions = _mm512_srli_epi16(_mm512_loadu_si512(block), 2 * UNIT);
+        // (positions & 3) | 4: values 2 and 3 belong to the unit's second four columns.
+        const __m512i second = _mm512_set1_epi32(0x04040000);
+        return {values, _mm512_ternarylogic_epi32(positions, _mm512_set1_epi8(3), second, 0xea)};
+    }
+    inline __m512i add_products(__m512i sum, const int8_t* activations) const {
+        const __m512i eight = _mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(activations)));
+        const __m512i raised = _mm512_xor_si512(eight, _mm512_set1_epi8(-128));
+        return _mm512_dpbusd_epi32(sum, _mm512_shuffle_epi8(raised, picks), values);
+    }
+    inline __m512i add_surplus(__m512i sum) const {
+        return _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(-128), values);
+    }
+};
+
+// A nibble in a byte's upper half is a signed byte of 16 times its value, which the end takes off.
+struct SparseNibbleDot {
+    static constexpr int COLUMNS = 32, BYTES = 192, PARTS = 2, ROWS = 8;
+    static constexpr int OFFSET = 0;
+    struct Weights {
+        SparseUnit low, high;
+    };
+    using Sum = __m512i;
+    using Surplus = __m512i;
+    template <int PART>
+    static inline Weights load(const uint8_t* panel) {
+        const __m512i packed = _mm512_loadu_si512(panel + 64 + 64 * PART), mask = _mm512_set1_epi8(-16);
+        return {SparseUnit::make<2 * PART>(_mm512_and_si512(_mm512_slli_epi16(packed, 4), mask), panel),
+                SparseUnit::make<2 * PART + 1>(_mm512_and_si512(packed, mask), panel)};
+    }
+    static inline Sum zero() { return _mm512_setzero_si512(); }
+    static inline Sum dot(Sum sum, const Weights& weights, const int8_t* activations, int64_t hop) {
+        return weights.high.add_products(weights.low.add_products(sum, activations), activations + hop);
+    }
+    static inline Surplus add(Surplus surplus, const Weights& weights) {
+        return weights.high.add_surplus(weights.low.add_surplus(surplus));
+    }
+    static inline Ints finish(Sum sum, Surplus surplus) {
+        return _mm512_srai_epi32(_mm512_sub_epi32(sum, surplus), 4);
+    }
+};
+
+struct SparseByteDot {
+    static constexpr int COLUMNS = 32, BYTES = 320, PARTS = 4, ROWS = 8;
+    static constexpr int OFFSET = 0;
+    using Weights = SparseUnit;
+    using Sum = __m512i;
+    using Surplus = __m512i;
+    template <int PART>
+    static inline Weights load(const uint8_t* panel) {
+        return SparseUnit::make<PART>(_mm512_loadu_si512(panel + 64 + 64 * PART), panel);
+    }
+    static inline Sum zero() { return _mm512_setzero_si512(); }
+    static inline Sum dot(Sum sum, const Weights& weights, const int8_t* activations, int64_t) {
+        return weights.add_products(sum, activations);
+    }
+    static inline Surplus add(Surplus surplus, const Weights& weights) { return weights.add_surplus(surplus); }
+    static inline Ints finish(Sum sum, Surplus surplus) { return _mm512_sub_epi32(sum, surplus); }
 };
 
 // Rows of activations that one pass over a weight panel serves, and panels at a time for few rows: enough independent

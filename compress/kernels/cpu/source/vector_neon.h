@@ -123,13 +123,14 @@ static inline void load_pair(const uint16_t* from, Floats& even, Floats& odd) {
 }
 
 // sdot multiplies signed bytes by signed bytes: nibbles are positive as they come.
-struct NibbleDot {
-    static constexpr int PARTS = 1, ROWS = 4;
+struct NibbleDot : NoSurplus {
+    static constexpr int COLUMNS = 8, BYTES = 64, PARTS = 1, ROWS = 4;
     static constexpr int OFFSET = 8;
     struct Weights {
         int8x16_t low[4], high[4];  // 4 rows by 4 columns each
     };
     using Sum = Ints;
+    template <int PART>
     static inline Weights load(const uint8_t* panel) {
         Weights weights;
         for (int i = 0; i < 4; ++i) {
@@ -140,37 +141,105 @@ struct NibbleDot {
         return weights;
     }
     static inline Sum zero() { return splat_int(0); }
-    static inline Sum dot(Sum sum, const Weights& weights, const int8_t* activations) {
+    static inline Sum dot(Sum sum, const Weights& weights, const int8_t* activations, int64_t) {
         const int8x8_t columns = vld1_s8(activations);
         return ints([&](int i) {
             return vdotq_lane_s32(vdotq_lane_s32(sum.part[i], weights.low[i], columns, 0), weights.high[i], columns, 1);
         });
     }
-    static inline Ints finish(Sum sum) { return sum; }
+    static inline Ints finish(Sum sum, Surplus) { return sum; }
 };
 
 // Bytes lie 128 above their value; turning the top bit makes them signed again, so that nothing is left to take off.
-struct ByteDot {
-    static constexpr int PARTS = 2, ROWS = 4;
+struct ByteDot : NoSurplus {
+    static constexpr int COLUMNS = 8, BYTES = 128, PARTS = 2, ROWS = 4;
     static constexpr int OFFSET = 0;
     struct Weights {
         int8x16_t rows[4];  // 4 rows by 4 columns each
     };
     using Sum = Ints;
+    template <int PART>
     static inline Weights load(const uint8_t* panel) {
         Weights weights;
         for (int i = 0; i < 4; ++i)
-            weights.rows[i] = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(panel + 16 * i), vdupq_n_u8(128)));
+            weights.rows[i] = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(panel + 64 * PART + 16 * i), vdupq_n_u8(128)));
         return weights;
     }
     static inline Sum zero() { return splat_int(0); }
-    static inline Sum dot(Sum sum, const Weights& weights, const int8_t* activations) {
+    static inline Sum dot(Sum sum, const Weights& weights, const int8_t* activations, int64_t) {
         int32_t word;
         std::memcpy(&word, activations, sizeof word);
         const int8x16_t columns = vreinterpretq_s8_s32(vdupq_n_s32(word));
         return ints([&](int i) { return vdotq_s32(sum.part[i], weights.rows[i], columns); });
     }
-    static inline Ints finish(Sum sum) { return sum; }
+    static inline Ints finish(Sum sum, Surplus) { return sum; }
+};
+
+// The kept values of one unit of a 2:4 panel, and which of the unit's 8 activations each of them meets.
+struct SparseUnit {
+    int8x16_t values[4];  // 4 rows by 4 values each
+    uint8x16_t picks[4];
+
+    template <int UNIT>
+    inline void place(const uint8_t* block) {
+        // Values 2 and 3 belong to the unit's second four columns.
+        const uint8x16_t second = vreinterpretq_u8_u32(vdupq_n_u32(0x04040000));
+        for (int i = 0; i < 4; ++i) {
+            uint8x16_t positions = vld1q_u8(block + 16 * i);
+            if constexpr (UNIT > 0) positions = vshrq_n_u8(positions, 2 * UNIT);
+            picks[i] = vorrq_u8(vandq_u8(positions, vdupq_n_u8(3)), second);
+        }
+    }
+    inline Ints add_products(Ints sum, const int8_t* activations) const {
+        const int8x8_t eight = vld1_s8(activations);
+        const int8x16_t table = vcombine_s8(eight, eight);
+        return ints([&](int i) { return vdotq_s32(sum.part[i], values[i], vqtbl1q_s8(table, picks[i])); });
+    }
+};
+
+struct SparseNibbleDot : NoSurplus {
+    static constexpr int COLUMNS = 32, BYTES = 192, PARTS = 2, ROWS = 4;
+    static constexpr int OFFSET = 0;
+    struct Weights {
+        SparseUnit low, high;
+    };
+    using Sum = Ints;
+    template <int PART>
+    static inline Weights load(const uint8_t* panel) {
+        Weights weights;
+        for (int i = 0; i < 4; ++i) {
+            const int8x16_t packed = vreinterpretq_s8_u8(vld1q_u8(panel + 64 + 64 * PART + 16 * i));
+            weights.low.values[i] = vshrq_n_s8(vshlq_n_s8(packed, 4), 4);
+            weights.high.values[i] = vshrq_n_s8(packed, 4);
+        }
+        weights.low.place<2 * PART>(panel);
+        weights.high.place<2 * PART + 1>(panel);
+        return weights;
+    }
+    static inline Sum zero() { return splat_int(0); }
+    static inline Sum dot(Sum sum, const Weights& weights, const int8_t* activations, int64_t hop) {
+        return weights.high.add_products(weights.low.add_products(sum, activations), activations + hop);
+    }
+    static inline Ints finish(Sum sum, Surplus) { return sum; }
+};
+
+struct SparseByteDot : NoSurplus {
+    static constexpr int COLUMNS = 32, BYTES = 320, PARTS = 4, ROWS = 4;
+    static constexpr int OFFSET = 0;
+    using Weights = SparseUnit;
+    using Sum = Ints;
+    template <int PART>
+    static inline Weights load(const uint8_t* panel) {
+        Weights weights;
+        for (int i = 0; i < 4; ++i) weights.values[i] = vreinterpretq_s8_u8(vld1q_u8(panel + 64 + 64 * PART + 16 * i));
+        weights.place<PART>(panel);
+        return weights;
+    }
+    static inline Sum zero() { return splat_int(0); }
+    static inline Sum dot(Sum sum, const Weights& weights, const int8_t* activations, int64_t) {
+        return weights.add_products(sum, activations);
+    }
+    static inline Ints finish(Sum sum, Surplus) { return sum; }
 };
 
 // Of 32 registers, four rows take 16 for their sums and a panel of nibbles 8.
