@@ -48,5 +48,9 @@ def test_self_is_written_on_the_device_and_kept(
     wish = torch.device("meta")  # a device that nothing falls back to
     tokens = calibration_tokens(recipe(tiny_llama, "self"), source, work, wish)
     again = calibration_tokens(recipe(tiny_llama, "self"), source, work, wish)
-    assert devices == [wish] and torch.equal(tokens.ids, again.ids)
+    assert devices == [wish] * 2 and not work.parent.exists(), "nothing is kept where no output was begun"
+    work.parent.mkdir()
+    for _ in range(2):
+        again = calibration_tokens(recipe(tiny_llama, "self"), source, work, wish)
+    assert devices == [wish] * 3 and torch.equal(tokens.ids, again.ids)
     assert [file.name for file in work.iterdir()] == ["calibration.safetensors"]
