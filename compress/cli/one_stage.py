@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+
+Model = Annotated[str, typer.Option("--model", help="Model folder.")]
+Output = Annotated[str, typer.Option("--output", help="Folder to write.")]
+Targets = Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Only these layers.")]
+Ignored = Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Not these layers.")]
+Calibration = Annotated[
+    str | None, typer.Option(metavar="SOURCE", help="File, folder or dataset; default: the model writes its own.")
+]
+Samples = Annotated[int | None, typer.Option(help="Calibration sequences.")]
+Length = Annotated[int | None, typer.Option(help="Tokens per sequence.")]
+Texts = Annotated[list[str] | None, typer.Option(metavar="FILE", help="Held-out text to evaluate on.")]
+Gates = Annotated[list[str] | None, typer.Option(metavar="EXPR", help="Such as 'ppl_ratio<=1.05'.")]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
-from compress.formats import int8_outlier, pack_quantized, sparse24
+from compress.formats import format_named, int8_outlier, pack_quantized, sparse24
 from compress.formats.grid import FLOAT_BITS
 from compress.formats.scheme import Scheme
 from compress.kernels import aot, build, driver
@@ -199,13 +199,8 @@ def arrange(
     """
     stored = {suffix: tensor.to(device) for suffix, tensor in tensors.items()}
     dtype = stored["weight_values" if scheme.grid.bits == FLOAT_BITS else "weight_scale"].dtype
-    if scheme.format == pack_quantized.NAME:
-        rows, columns = (int(size) for size in tensors["weight_shape"])
-    elif scheme.format == sparse24.NAME:
-        rows, packed = stored["weight_values"].shape
-        columns = packed * (4 if scheme.grid.bits == 4 else 2)
-    else:
-        rows, columns = stored["weight"].shape
+    shapes = {suffix: tuple(tensor.shape) for suffix, tensor in stored.items()}
+    rows, columns = format_named(scheme.format).shape(shapes, scheme.grid)
     if dtype not in build.DTYPE_NAMES:
         raise InputError(f"kernel cuda: scales are {dtype}, not 16 bits wide: export with scale_dtype: auto")
     shape, packing = launch.Shape(1, rows, columns), packing_of(scheme)

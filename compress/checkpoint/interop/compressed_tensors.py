@@ -37,7 +37,8 @@ def export(
 
     Raises InputError where nothing is pruned, and for outlier columns, which compressed-tensors cannot say.
     """
-    if not any(scheme.format == sparse24.NAME for scheme in schemes.values()):
+    sparse = {module: scheme for module, scheme in schemes.items() if scheme.format == sparse24.NAME}
+    if not sparse:
         raise InputError(f"{checkpoint.folder}: holds no 2:4 weights: there is nothing to be written otherwise")
     dense = {module: dense_scheme(scheme) for module, scheme in schemes.items()}
     odd = next((module for module, scheme in schemes.items() if scheme.threshold is not None), None)
@@ -46,9 +47,8 @@ def export(
             f"{checkpoint.folder}: {odd} has outlier columns, which compressed-tensors cannot say: export it as "
             "'dense' instead"
         )
-    plain = plain_names(checkpoint, schemes)
-    parts = [plain_part(checkpoint, name) for name in plain]
-    parts += [_part(checkpoint, module, scheme, dense[module]) for module, scheme in schemes.items()]
+    parts = [plain_part(checkpoint, name) for name in plain_names(checkpoint, sparse)]
+    parts += [_part(checkpoint, module, scheme, dense[module]) for module, scheme in sparse.items()]
     config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
     kept = {module: scheme for module, scheme in dense.items() if scheme is not None}
     if kept:
@@ -70,12 +70,6 @@ def dense_scheme(scheme: Scheme) -> Scheme | None:
 
 def _part(checkpoint: Checkpoint, module: str, scheme: Scheme, dense: Scheme | None) -> Part:
     shape = stored_shape(checkpoint, module, scheme)
-    names = [name for name in checkpoint.tensors if name.startswith(f"{module}.") and not name.endswith(".bias")]
-    if scheme.format != sparse24.NAME:
-        return Part(
-            {name: TensorSpec(checkpoint.tensors[name].dtype, checkpoint.tensors[name].shape) for name in names},
-            lambda record: {name: checkpoint.read(name) for name in names},
-        )
     if dense is None:
         dtype = checkpoint.tensors[f"{module}.weight_values"].dtype
         specs = {"weight": TensorSpec(dtype, shape)}
