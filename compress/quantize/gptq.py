@@ -71,7 +71,8 @@ def quantize(
         q = round_to_grid(kept, scale, zero, grid)
         return Solved(
             Quantized(q, scale, zero, mask=mask),
-            fallback="Hessian not positive definite at full damping: rounded to nearest",
+            fallback="Hessian not positive definite at full damping: rounded to nearest"
+            + (", pruned by magnitude" if isinstance(sparsity, Pattern) else ""),
         )
     kept = weight
     if isinstance(sparsity, Pattern):

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from compress.errors import InputError
+from compress.formats import sparse24
+from compress.kernels.reference import LEVELS
 from compress.kernels.sparse.layout import BLOCK, STRIP
 from compress.kernels.triton.launch import DTYPES, LEAST_STEPS, OFFSETS, Plan, Shape, Step, ceil_div, parts
 
@@ -26,7 +28,6 @@ WARPS = {"narrow": 4, "wide": 4, "combine": 8, "quantize": 8}
 TOKENS = {kind: 8 * TILES[kind]["TOKEN_TILES"] for kind in ("narrow", "wide")}
 # Programs that a multiprocessor should have to choose from while others wait for memory.
 PROGRAMS = {"narrow": 4, "wide": 2}
-LEVELS = 127.5
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def product(shape: Shape, kept: Kept, dtype: str, processors: int) -> Plan:
     steps = []
     buffers: dict[str, tuple[str, tuple[int, ...]]] = {}
     if kept.bits == 8:
-        scalars: dict[str, int | float] = {"columns": shape.columns, "levels": LEVELS}
+        scalars: dict[str, int | float] = {"columns": shape.columns, "levels": LEVELS[sparse24.NAME]}
         steps.append(Step(name("quantize", kept, dtype), (shape.tokens, 1, 1), scalars))
         buffers |= {"integers": ("i8", (shape.tokens, shape.columns)), "steps": ("fp32", (shape.tokens,))}
     scalars = {**sizes, "columns": shape.columns, "groups": groups, "shift": shift}
