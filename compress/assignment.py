@@ -15,7 +15,8 @@ from compress.formats.grid import FLOAT_BITS
 from compress.formats.scheme import FLOATS, Scheme, pruned
 from compress.matching import select
 from compress.model import Pair, Skeleton, input_groups, pairs
-from compress.recipe import Recipe, Stage
+from compress.recipe import Recipe
+from compress.stage import Stage
 
 EVERY_BLOCK_LINEAR = ("*",)
 NOTHING: Mapping[str, float] = MappingProxyType({})

@@ -21,7 +21,7 @@ from compress.model import Pair, input_groups
 from compress.prune import Pruned, sparsegpt
 from compress.quantize import Solved
 from compress.quantize.scales import Search, preview
-from compress.recipe import Stage
+from compress.stage import Stage
 from compress.stats import InputStats
 from compress.transform import Rounding, head_sources
 

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from compress.errors import USAGE, InputError, did_you_mean
 
-KINDS = ("transform", "prune", "quantize")
+KINDS = ("shrink", "transform", "prune", "quantize", "distill")
 
 
 def names(kind: str) -> list[str]:

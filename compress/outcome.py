@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from math import prod
@@ -21,6 +21,8 @@ from compress.checkpoint.source import Source, dominant_dtype, identity
 from compress.checkpoint.tokenizer import tokenizer_files
 from compress.kernels import build
 from compress.kernels.exported import exported_files
+from compress.model_card import model_card
+from compress.phases import Past
 from compress.plan import Plan, wanted_kernels
 from compress.recipe import Evaluate, Recipe
 from compress.tokens import Tokens
@@ -41,14 +43,15 @@ def read_outcome(folder: Path) -> Outcome:
     return Outcome(folder, manifest.read(folder))
 
 
-def fingerprint(recipe: Recipe, source: Source, device: torch.device) -> str:
-    """What must be equal for an unfinished run to be gone on with: recipe, source, device, arithmetic and versions.
+def fingerprint(recipe: Recipe, sources: Sequence[Source], device: torch.device) -> str:
+    """What must be equal for an unfinished run to be gone on with: recipe, models, device, arithmetic and versions.
 
-    How the result is evaluated does not change it.
+    sources: the model that is compressed, and teachers that are other models. How the result is evaluated does not
+    change it.
     """
     made = recipe.model_copy(update={"evaluate": Evaluate()})
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    parts = [made.sha256(), identity(source), name, str(arithmetic(device))]
+    parts = [made.sha256(), *map(identity, sources), name, str(arithmetic(device))]
     parts += [f"{package} {version(package)}" for package in PACKAGES]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -56,7 +59,7 @@ def fingerprint(recipe: Recipe, source: Source, device: torch.device) -> str:
 @dataclass(frozen=True)
 class Run:
     """All that the closing files are made of. tensors: as written, with their sha256. records: one per section.
-    device: where the blocks were worked on."""
+    device: where the blocks were worked on. past: what came before, and the whole recipe."""
 
     recipe: Recipe
     source: Source
@@ -66,6 +69,7 @@ class Run:
     sha256: Mapping[str, str]
     records: list[dict[str, Any]]
     device: torch.device
+    past: Past
 
 
 def closing_files(run: Run) -> dict[str, str | bytes | Path]:
@@ -96,19 +100,12 @@ def outlier_bytes(run: Run) -> int:
 def make_manifest(run: Run) -> Manifest:
     """The manifest of a run: no dates and no timings, so that two runs of one recipe write the same one."""
     layers = [layer for record in run.records for layer in record["layers"]]
-    resolved = {key: value for key, value in run.recipe.resolved().items() if key not in ("model", "output")}
     bytes_after = sum(info.nbytes for info in run.tensors.values())
     weights = sum(prod(row.shape) for row in run.plan.rows if row.scheme)
     untouched_bytes = sum(row.bytes_after for row in run.plan.rows if not row.scheme)
     return Manifest(
-        recipe=resolved,
-        recipe_sha256=run.recipe.sha256(),
-        source={
-            "model_type": run.source.config["model_type"],
-            "dtype": str(dominant_dtype(run.source.tensors)).removeprefix("torch."),
-            "identity_sha256": identity(run.source),
-            "note": run.source.config.get("lmpress_note"),
-        },
+        **recipe_fields(run.past.recipe),
+        source=run.past.source or source_fields(run.source),
         calibration=_calibration(run, layers),
         layers=layers,
         tensors=manifest.tensor_table(run.tensors, run.sha256),
@@ -118,10 +115,50 @@ def make_manifest(run: Run) -> Manifest:
         versions={name: version(name) for name in PACKAGES},
         size={
             "bytes": bytes_after,
-            "bytes_baseline": run.plan.bytes_before,
+            "bytes_baseline": run.past.nbytes or run.plan.bytes_before,
             "bits_per_weight": 8 * (bytes_after - untouched_bytes) / weights if weights else None,
         },
+        phases=list(run.past.told),
     )
+
+
+def float_manifest(
+    past: Past, source: Source, tensors: Mapping[str, TensorInfo], sha256: Mapping[str, str], row: dict[str, Any]
+) -> Manifest:
+    """The manifest of a checkpoint without compressed layers, behind a phase that tells `row` of itself.
+
+    source: what that phase began with. tensors: as written, with their sha256.
+    """
+    nbytes = sum(info.nbytes for info in tensors.values())
+    before = past.nbytes or sum(info.nbytes for info in source.stored.values())
+    return Manifest(
+        **recipe_fields(past.recipe),
+        source=past.source or source_fields(source),
+        calibration=None,
+        layers=[],
+        tensors=manifest.tensor_table(tensors, sha256),
+        fallbacks=[],
+        skipped=[],
+        versions={name: version(name) for name in PACKAGES},
+        size={"bytes": nbytes, "bytes_baseline": before, "bits_per_weight": None},
+        phases=[*past.told, row],
+    )
+
+
+def recipe_fields(recipe: Recipe) -> dict[str, Any]:
+    """What a manifest says of the recipe."""
+    resolved = {key: value for key, value in recipe.resolved().items() if key not in ("model", "output")}
+    return {"recipe": resolved, "recipe_sha256": recipe.sha256()}
+
+
+def source_fields(source: Source) -> dict[str, Any]:
+    """What a manifest says of the model that a recipe starts from."""
+    return {
+        "model_type": source.config["model_type"],
+        "dtype": str(dominant_dtype(source.tensors)).removeprefix("torch."),
+        "identity_sha256": identity(source),
+        "note": source.config.get("lmpress_note"),
+    }
 
 
 def _calibration(run: Run, layers: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -147,38 +184,3 @@ def _calibration(run: Run, layers: list[dict[str, Any]]) -> dict[str, Any] | Non
         notes.append(f"damping was raised in {len(raised)} layers, up to {most:g} ({raised[0]['name']}, ...)")
     multiplied = str(arithmetic(run.device)).removeprefix("torch.")
     return {**run.tokens.description, "arithmetic": multiplied, "notes": notes}
-
-
-def model_card(told: Manifest) -> str:
-    """The README.md of the checkpoint folder: what it is, how it was made, how to load it."""
-    schemes = sorted({layer["scheme"] for layer in told.layers})
-    methods = sorted(
-        {layer["method"] for layer in told.layers} | {t for layer in told.layers for t in layer["transforms"]}
-    )
-    smaller = told.size["bytes_baseline"] / max(1, told.size["bytes"])
-    calibration = "no calibration data"
-    if told.calibration:
-        calibration = f"{told.calibration['tokens']} calibration tokens from {told.calibration['source']!r}"
-    lines = [
-        "---",
-        "library_name: transformers",
-        f"tags: [lmpress, {', '.join(schemes)}]",
-        "---",
-        f"# {told.source['model_type']} compressed to {', '.join(schemes)}",
-        "",
-        f"Written by lmpress {told.versions['lmpress']} with {', '.join(methods)} and {calibration}.",
-        f"{len(told.layers)} linear layers at {told.size['bits_per_weight']:.3f} bits per weight, scales included; "
-        f"{told.size['bytes']:,} bytes in all, {smaller:.2f} times smaller than the source.",
-        f"Fallbacks: {len(told.fallbacks)}. Left alone: {', '.join(row['name'] for row in told.skipped) or 'nothing'}.",
-        "",
-    ]
-    if told.source["note"]:
-        lines += [f"About the source weights: {told.source['note']}", ""]
-    loader = "`transformers.AutoModelForCausalLM.from_pretrained`, where compressed-tensors is installed"
-    if "LLM_INT8" in schemes:
-        lines += ["Outlier columns have no words in compressed-tensors: load it with lmpress.", ""]
-    elif "W4A16_ASYM" in schemes:
-        lines += [f"Loads with {loader}, given `CompressedTensorsConfig(dequantize=True)`.", ""]
-    else:
-        lines += [f"Loads with {loader}.", ""]
-    return "\n".join(lines)

@@ -5,7 +5,8 @@ source -> skeleton -> assignment -> plan -> tokens -> walk over the blocks -> ma
 
 from __future__ import annotations
 
-import math
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,14 +19,20 @@ from compress.checkpoint.output import WORK, partial_folder, refuse_overlap
 from compress.checkpoint.reader import Checkpoint, open_checkpoint
 from compress.checkpoint.source import Dequantized, Source, dequantized
 from compress.checkpoint.writer import Section, Writer, finished
+from compress.distillation import check as check_distillation
+from compress.distillation import distill, teacher_folder
 from compress.errors import USAGE, InputError
 from compress.model import Skeleton, build_skeleton
 from compress.outcome import Outcome, Run, closing_files, fingerprint, outlier_bytes, read_outcome
+from compress.phases import COMPRESS, DISTILL, SHRINK, Past, Phase, part_of, phases_of, stages_folder
 from compress.plan import Plan, make_plan
 from compress.recipe import Recipe
 from compress.resident import bound_heap, release_memory
 from compress.run_log import Logged, Observer
+from compress.shrinking import shrink
 from compress.tokens import SELF, Tokens, calibration_tokens
+from compress.training.cut import describe
+from compress.training.processes import is_main, main_first
 from compress.walk import Walk
 
 
@@ -52,9 +59,7 @@ class Job:
 def prepare(recipe: Recipe, dequantize: bool = False) -> Job:
     """Open the source, build its skeleton and plan. Raises InputError for whatever the recipe cannot do to it."""
     bound_heap()  # before the skeleton, whose parameters come and go
-    if recipe.model is None:
-        raise InputError("recipe: field 'model' is missing: name the model's folder there or with --model", USAGE)
-    source = _open_source(Path(recipe.model), dequantize)
+    source = _source_of(recipe, dequantize)
     skeleton = build_skeleton(source.folder)
     assignment = assign(recipe, skeleton)
     if isinstance(source, Dequantized):
@@ -71,23 +76,96 @@ def run(recipe: Recipe, options: RunOptions, observer: Observer) -> Outcome:
     if recipe.output is None:
         raise InputError("recipe: field 'output' is missing: name the folder to write there or with --output", USAGE)
     output = Path(recipe.output)
+    phases = phases_of(recipe.stages)
+    # A distill stage takes a student on its grid as it is.
+    source = _source_of(recipe, options.dequantize or phases[0].kind == DISTILL)
+    refuse_overlap(output, source.folder)
+    device = pick_device(options.device)
+    teachers = [open_checkpoint(teacher_folder(recipe, stage)) for stage in recipe.stages if stage.kind == DISTILL]
+    past = Past(recipe, fingerprint(recipe, [source, *teachers], device))
+    if finished(output, past.mark, options.restart):
+        observer.event("complete", output=str(output))
+        return read_outcome(output)
+    _check_phases(recipe, phases, source)
+    folder = stages_folder(output)
+    with main_first():
+        if options.restart and folder.exists() and is_main():
+            shutil.rmtree(folder)
+    model = source.folder
+    for number, phase in enumerate(phases, start=1):
+        last = number == len(phases)
+        target = output if last else folder / f"{number}-{phase.kind}"
+        here = past if last else replace(past, mark=f"{past.mark} {number}")
+        outcome = _run_phase(phase, part_of(recipe, phase, model, target), here, options, observer)
+        told = outcome.manifest
+        past = replace(past, told=tuple(told.phases), source=told.source, nbytes=told.size["bytes_baseline"])
+        model = target
+    with main_first():
+        if folder.exists():
+            shutil.rmtree(folder)
+    observer.event("finished", output=str(output))
+    return outcome
+
+
+def _run_phase(phase: Phase, part: Recipe, past: Past, options: RunOptions, observer: Observer) -> Outcome:
+    """One phase of a recipe, from the folder that `part` names as its model to its output, unless it is done already.
+
+    Of several processes one works, but where a student is trained.
+    """
+    device, output = pick_device(options.device), Path(str(part.output))
+    if finished(output, past.mark, options.restart):
+        return read_outcome(output)
+    if phase.kind == DISTILL:
+        return distill(part, past, device, options.restart, observer)
+    with main_first():
+        if not is_main():
+            return read_outcome(output)
+        if phase.kind == SHRINK:
+            return shrink(part, past, device, options.restart, observer)
+        return _compress(part, past, options, observer)
+
+
+def _check_phases(recipe: Recipe, phases: Sequence[Phase], source: Source) -> None:
+    """Raise InputError for phases that cannot follow one another, and for what distill stages lack."""
+    compressed = False
+    for phase in phases:
+        stage = phase.stages[0]
+        if phase is phases[0] and phase.kind == SHRINK:
+            describe(source.folder, phase.stages)
+        if compressed and phase.kind != DISTILL:
+            raise InputError(
+                f"{stage.where}: an earlier stage has put weights on their grid, and a distill stage stands between: "
+                f"put the {stage.kind} stage in front of it",
+                USAGE,
+            )
+        compressed = compressed or phase.kind == COMPRESS
+        if phase.kind == DISTILL:
+            teacher = teacher_folder(recipe, stage)
+            if phase is phases[0] and teacher == source.folder:
+                raise InputError(
+                    f"{stage.where}.distill.teacher.model: is missing, and the recipe's own model is the student: name "
+                    "the folder of the model to learn from",
+                    USAGE,
+                )
+            check_distillation(stage, teacher, source.folder)
+
+
+def _compress(recipe: Recipe, past: Past, options: RunOptions, observer: Observer) -> Outcome:
+    """The phase that walks the blocks: transforms, pruning and quantization."""
+    output = Path(str(recipe.output))
     job = prepare(recipe, options.dequantize)
-    refuse_overlap(output, job.source.folder)
     device = pick_device(options.device)
     # A named text is read before anything is created, so that its mistakes leave nothing behind.
     sparing = any(stage.keep_dense for stage in recipe.stages)
     calibrated = job.plan.assignment.needs_calibration
     named = calibrated and recipe.calibration.source != SELF
     tokens = _tokens(job, device, output, observer) if named else None
-    if sparing and finished(output, fingerprint(recipe, job.source, device), options.restart):
-        job = _with_dense(job, _left_dense(read_outcome(output), job.plan.assignment))
-    elif sparing:
+    if sparing:
         tokens = tokens or _tokens(job, device, output, observer)
         job = _with_dense(job, _most_sensitive(job, tokens, device, observer))
-    writer = _writer(job, device, output, options.restart)
-    if writer.complete:
-        observer.event("complete", output=str(output))
-        return read_outcome(output)
+    sections = [Section(name, parts) for name, parts in job.plan.sections]
+    shard_bytes = recipe.export.shard_bytes
+    writer = Writer(output, sections, past.mark, shard_bytes, options.restart, room=job.plan.disk_bytes)
     observer = Logged(output, observer)
     done = len(set(writer.done) & set(job.skeleton.blocks))
     observer.event("started", blocks=len(job.skeleton.blocks), done=done, device=str(device))
@@ -96,9 +174,8 @@ def run(recipe: Recipe, options: RunOptions, observer: Observer) -> Outcome:
     if tokens is not None:
         observer.event("tokens", **tokens.description)
     records = Walk(job.source, job.skeleton, job.plan, writer, device, observer).run(tokens if calibrated else None)
-    result = Run(recipe, job.source, job.plan, tokens, writer.tensors, writer.sha256, records, device)
+    result = Run(recipe, job.source, job.plan, tokens, writer.tensors, writer.sha256, records, device, past)
     writer.finish(closing_files(result), job.plan.bytes_after + outlier_bytes(result))
-    observer.event("finished", output=str(output))
     return read_outcome(output)
 
 
@@ -122,24 +199,10 @@ def _most_sensitive(job: Job, tokens: Tokens, device: torch.device, observer: Ob
     return sensitivity.most_sensitive(found, job.plan.assignment)
 
 
-def _left_dense(outcome: Outcome, assignment: Assignment) -> dict[str, float]:
-    """The layers that a finished run has left dense, though a stage was to prune them."""
-    stored = {layer["name"]: layer["scheme"] for layer in outcome.manifest.layers}
-    pruned = [task for task in assignment.layers.values() if task.prune is not None]
-    return {task.name: math.nan for task in pruned if stored.get(task.name) != task.scheme.name}
-
-
 def _with_dense(job: Job, dense: dict[str, float]) -> Job:
     """The job with the layers `dense` (name -> KL divergence when pruned alone) not pruned."""
     assignment = assign(job.recipe, job.skeleton, dense)
     return replace(job, plan=make_plan(job.recipe, job.source, job.skeleton, assignment))
-
-
-def _writer(job: Job, device: torch.device, output: Path, restart: bool) -> Writer:
-    """The writer of the planned sections, with room on the disk for what they and spilled activations should take."""
-    sections = [Section(name, parts) for name, parts in job.plan.sections]
-    mark = fingerprint(job.recipe, job.source, device)
-    return Writer(output, sections, mark, job.recipe.export.shard_bytes, restart, room=job.plan.disk_bytes)
 
 
 def _tokens(job: Job, device: torch.device, output: Path, observer: Observer) -> Tokens:
@@ -179,7 +242,11 @@ def _refuse_pruned(source: Dequantized, assignment: Assignment) -> None:
             )
 
 
-def _open_source(folder: Path, dequantize: bool) -> Source:
+def _source_of(recipe: Recipe, dequantize: bool) -> Source:
+    """The model that a recipe starts from. Raises InputError where it names none, or a quantized one unasked."""
+    if recipe.model is None:
+        raise InputError("recipe: field 'model' is missing: name the model's folder there or with --model", USAGE)
+    folder = Path(recipe.model)
     checkpoint: Checkpoint = open_checkpoint(folder)
     if checkpoint.quantization is None:
         return checkpoint

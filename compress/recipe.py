@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,11 +12,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, WithJsonSchema, field_validator
 
-from compress import methods
-from compress.document import Place, override, read, refuse_unknown, short, validate
+from compress.document import Place, override, read, refuse_unknown, validate
 from compress.errors import USAGE, InputError, did_you_mean
-from compress.formats.pattern import Pattern, pattern_named
-from compress.formats.scheme import Scheme, scheme_named
+from compress.stage import Stage, parse_stage, stage_schemas
 
 SHIPPED = "compress.recipes"
 
@@ -93,42 +89,6 @@ class Evaluate(BaseModel):
     gates: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One step: a method, its settings, and the modules it works on.
-
-    targets and ignore: globs over module names, class names, or `re:` patterns; ("*",) is every Linear of the decoder
-    blocks. scheme: of quantize stages only. pattern and keep_dense (the share of
-    the layers, those that pruning hurts most, which stay dense): of prune stages only. where: the stage's place, for
-    messages.
-    """
-
-    kind: str
-    method: str
-    settings: BaseModel
-    scheme: Scheme | None = None
-    pattern: Pattern | None = None
-    keep_dense: float = 0.0
-    targets: tuple[str, ...] = ("*",)
-    ignore: tuple[str, ...] = ()
-    where: str = field(default="stages", compare=False, repr=False)
-
-    @cached_property
-    def needs(self) -> frozenset[str]:
-        """The input statistics the method wants; empty when it needs no calibration."""
-        return frozenset(methods.find(self.kind, self.method).NEEDS)
-
-    def resolved(self) -> dict[str, Any]:
-        """The stage as it would stand in a recipe, every default spelt out."""
-        body: dict[str, Any] = {"method": self.method}
-        if self.scheme is not None:
-            body |= {"scheme": self.scheme.name, "group_size": self.scheme.grid.group_size or "channel"}
-        if self.pattern is not None:
-            body |= {"pattern": str(self.pattern), "keep_dense": self.keep_dense}
-        body |= self.settings.model_dump(mode="json")
-        return {self.kind: body, "targets": list(self.targets), "ignore": list(self.ignore)}
-
-
 class Recipe(BaseModel):
     """A whole recipe. `model` and `output` may be left to the command line."""
 
@@ -197,48 +157,10 @@ def parse(document: Any, name: str, overrides: Sequence[str] = ()) -> Recipe:
     refuse_unknown(document, tuple(Recipe.model_fields), place)
     stages = document.get("stages")
     if isinstance(stages, list):
-        document["stages"] = tuple(_stage(raw, place.at("stages", i)) for i, raw in enumerate(stages))
+        document["stages"] = tuple(parse_stage(raw, place.at("stages", i)) for i, raw in enumerate(stages))
         if not stages:
             raise place.at("stages").error("is empty: name at least one stage")
     return validate(Recipe, document, place)
-
-
-class _Head(BaseModel):
-    """Keys that every method shares."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    method: str
-
-
-class _Quantize(BaseModel):
-    """Keys that every quantizer shares. group_size: columns per scale, or `channel` for one scale per row."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    method: str
-    scheme: str
-    group_size: int | Literal["channel"] | None = None
-
-
-class _Prune(BaseModel):
-    """Keys that every pruner shares. pattern: kept columns of a group, such as 2:4. keep_dense: share of the layers
-    that stay dense, those whose pruning alone moves the model most."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    method: str
-    pattern: str = "2:4"
-    keep_dense: float = Field(default=0.0, ge=0, lt=1)
-
-
-class _Scope(BaseModel):
-    """Keys beside the method: which modules."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    targets: tuple[str, ...] = Field(default=("*",), min_length=1)
-    ignore: tuple[str, ...] = ()
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -249,71 +171,6 @@ def to_yaml(recipe: Recipe) -> str:
 def json_schema() -> dict[str, Any]:
     """JSON schema of a recipe, every method's settings included."""
     schema = Recipe.model_json_schema()
-    patterns = {"type": "array", "items": {"type": "string"}}
-    kinds = []
-    for kind in methods.KINDS:
-        bodies = [_body_schema(kind, method, schema["$defs"]) for method in methods.names(kind)]
-        properties = {kind: {"oneOf": bodies}, "targets": patterns, "ignore": patterns}
-        kinds.append({"type": "object", "properties": properties, "required": [kind], "additionalProperties": False})
+    kinds = stage_schemas(schema["$defs"])
     schema["properties"]["stages"] = {"type": "array", "minItems": 1, "items": {"oneOf": kinds}}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-def _body_schema(kind: str, method: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Schema of the mapping under `kind`; what it refers to is added to `definitions`."""
-    head = _heads(kind)
-    body = methods.find(kind, method).Config.model_json_schema()
-    definitions |= body.pop("$defs", {})
-    shared = head.model_json_schema()["properties"] | {"method": {"const": method}}
-    required = [key for key, field in head.model_fields.items() if field.is_required()]
-    return body | {"title": method, "properties": shared | body.get("properties", {}), "required": required}
-
-
-def _heads(kind: str) -> type[_Head] | type[_Prune] | type[_Quantize]:
-    if kind == "prune":
-        return _Prune
-    return _Quantize if kind == "quantize" else _Head
-
-
-def _stage(raw: Any, place: Place) -> Stage:
-    """One entry of `stages`."""
-    if not isinstance(raw, dict):
-        raise place.error(f"is {short(raw)}: a stage is a mapping such as {{quantize: {{method: ...}}}}")
-    refuse_unknown(raw, (*methods.KINDS, *_Scope.model_fields), place)
-    kinds = [kind for kind in methods.KINDS if kind in raw]
-    if len(kinds) != 1:
-        raise place.error(f"has {' and '.join(kinds) or 'none'} of {', '.join(methods.KINDS)}: give exactly one")
-    kind, body, inner = kinds[0], raw[kinds[0]], place.at(kinds[0])
-    if not isinstance(body, dict):
-        raise inner.error(f"is {short(body)}: give a mapping such as {{method: ...}}")
-    misplaced = [key for key in body if key in _Scope.model_fields]
-    if misplaced:
-        raise inner.at(misplaced[0]).error(f"is misplaced: it stands beside {kind!r}, not inside")
-    shared = tuple(_heads(kind).model_fields)
-    head = validate(_heads(kind), {key: value for key, value in body.items() if key in shared}, inner)
-    settings = {key: value for key, value in body.items() if key not in shared}
-    try:
-        method = methods.find(kind, head.method)
-        scheme = scheme_named(head.scheme, head.group_size) if isinstance(head, _Quantize) else None
-        pattern, keep_dense = None, 0.0
-        if isinstance(head, _Prune):
-            pattern, keep_dense = pattern_named(head.pattern), head.keep_dense
-    except InputError as error:
-        raise InputError(f"{place.document}: field {inner.path}.{error}", USAGE) from error
-    refuse_unknown(settings, (*shared, *method.Config.model_fields), inner)
-    scope = validate(_Scope, {key: value for key, value in raw.items() if key != kind}, place)
-    config = validate(method.Config, settings, inner)
-    if scheme is not None and scheme.threshold is not None:
-        # A method that looks for outliers says from which magnitude on; the checkpoint repeats it to the runtime.
-        scheme = replace(scheme, threshold=getattr(config, "threshold", scheme.threshold))
-    return Stage(
-        kind=kind,
-        method=head.method,
-        settings=config,
-        scheme=scheme,
-        pattern=pattern,
-        keep_dense=keep_dense,
-        targets=scope.targets,
-        ignore=scope.ignore,
-        where=f"{place.document}: {place.path}",
-    )

@@ -32,7 +32,7 @@ class Logged:
 
     def event(self, kind: str, /, **fields: Any) -> None:
         """Append one line and pass the event on. Mere progress is not worth a line."""
-        if kind not in ("sampling", "sensitivity"):
+        if kind not in ("sampling", "sensitivity", "importance", "caching"):
             line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **fields}
             with self.path.open("ab") as stream:
                 stream.write(json.dumps(line).encode() + b"\n")

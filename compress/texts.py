@@ -88,7 +88,7 @@ def encode_and_pack(
     windows = len(stream) // stride
     if not windows:
         raise InputError(
-            f"{name}: {len(stream)} tokens are less than one sequence: give more text, or set calibration.seqlen to "
+            f"{name}: {len(stream)} tokens are less than one sequence: give more text, or set seqlen to "
             f"{len(stream) + len(prefix)} or less"
         )
     notes = []
@@ -169,7 +169,7 @@ def _document(row: Any, where: str, tokenizer: Any | None) -> str:
         nearest = next((hint for key in row if (hint := did_you_mean(str(key), ("text", "messages")))), "")
         raise InputError(f"{where}: has no field 'text' or 'messages' (fields: {found}){nearest}")
     if tokenizer is None:
-        raise InputError(f"{where}: holds messages, which need the chat template: set calibration.chat to true")
+        raise InputError(f"{where}: holds messages, which need the chat template: set chat to true")
     return _chat(messages, where, tokenizer)
 
 
@@ -177,7 +177,7 @@ def _chat(messages: Any, where: str, tokenizer: Any) -> str:
     from jinja2 import TemplateError
 
     if getattr(tokenizer, "chat_template", None) is None:
-        raise InputError(f"{where}: the model's tokenizer has no chat template: set calibration.chat to false")
+        raise InputError(f"{where}: the model's tokenizer has no chat template: set chat to false")
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 from compress.eval.plots import size_plot
 from compress.eval.render_html import page, quality_points
 from compress.eval.report import figures, read_report
-from compress.eval.tables import NOT_MEASURED, Table, measured, number, percent, rate, storage, times
+from compress.eval.table import NOT_MEASURED, Table, measured, number, percent, rate, storage, times
 
 Labelled = tuple[str, Mapping[str, Any]]
 

@@ -12,7 +12,8 @@ from compress.checkpoint.quantization_config import describe
 from compress.errors import InputError
 from compress.eval.size import ModuleSize, bits_per_weight, kv_bytes_of, measure_size, vocabulary_tables
 from compress.eval.subject import open_stored, read_manifest
-from compress.eval.tables import NOT_MEASURED, Table, in_block, layer_kind, number, storage
+from compress.eval.table import NOT_MEASURED, Table, number, storage
+from compress.eval.tables import in_block, layer_kind
 
 HASHED_AT_ONCE = 1 << 20
 Kind = tuple[str, str | None, int | None, str]  # name, scheme, group size, format

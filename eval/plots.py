@@ -121,6 +121,25 @@ def size_plot(points: Sequence[Point]) -> str:
     return svg(draw, "size", "Size on disk against perplexity")
 
 
+def loss_plot(phases: Sequence[Mapping[str, Any]]) -> str:
+    """Loss and held-out divergence over the steps of the last distillation. Empty where there was none."""
+    trained = [row for row in phases if row["kind"] == "distill" and row.get("losses")]
+    if not trained:
+        return ""
+    row = trained[-1]
+
+    def draw(axes: Any) -> None:
+        axes.plot(range(1, len(row["losses"]) + 1), row["losses"], color=SERIES[0], linewidth=1, label="loss")
+        steps, divergences = zip(*row["held_out"], strict=True)
+        axes.plot(steps, divergences, color=SERIES[1], marker="o", markersize=4, label="held-out KL to the teacher")
+        axes.set_xlabel("step")
+        axes.set_ylabel("nats per token")
+        axes.set_ylim(bottom=0)
+        axes.legend()
+
+    return svg(draw, "loss", "Loss and held-out divergence over the steps of training")
+
+
 def svg(draw: Any, name: str, title: str, width: float = 6.4) -> str:
     """What `draw(axes)` draws, `width` inches wide, as an SVG element titled `title` with ids of its own by `name`."""
     from matplotlib import rc_context

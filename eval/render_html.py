@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-from compress.eval.plots import Point, divergence_plot, error_plot, size_plot
+from compress.eval.plots import Point, divergence_plot, error_plot, loss_plot, size_plot
 from compress.eval.report import figures
 from compress.eval.speed_plot import speed_plot
-from compress.eval.tables import NOT_MEASURED, gate_table, layer_table, number, percent, report_tables, times
+from compress.eval.table import NOT_MEASURED, number, percent, times
+from compress.eval.tables import gate_table, layer_table, report_tables
 
 
 def report_page(report: Mapping[str, Any]) -> str:
@@ -19,6 +20,7 @@ def report_page(report: Mapping[str, Any]) -> str:
     drawings = (
         ("Size against quality", size_plot(quality_points([("this model", report)]))),
         ("Divergence per token", divergence_plot(report["quality"])),
+        ("Training", loss_plot(report["phases"])),
         ("Decoding over batch size", speed_plot(report["speed"], "decode")),
         ("Prefill over batch size", speed_plot(report["speed"], "prefill")),
         ("Error by layer", error_plot(report["layers"])),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compress.eval.tables import Table, report_tables
+from compress.eval.table import Table
+from compress.eval.tables import report_tables
 
 
 def report_markdown(report: Mapping[str, Any]) -> str:

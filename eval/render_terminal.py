@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from compress.eval.tables import Table, report_tables
+from compress.eval.table import Table
+from compress.eval.tables import report_tables
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,7 +15,7 @@ SCHEMA_VERSION = 1
 Keys = tuple[str, ...]
 TOP = (
     "schema_version", "model", "baseline", "recipe_sha256", "created", "versions", "host", "size", "quality",
-    "tasks", "recovery", "costs", "speed", "memory", "layers", "fallbacks", "skipped", "gates", "notes"
+    "tasks", "recovery", "costs", "speed", "memory", "layers", "phases", "fallbacks", "skipped", "gates", "notes"
 )  # fmt: skip
 HOST = ("cpu", "threads", "memory_bandwidth_gbs", "gpu")
 SIZE = ("bytes", "bytes_baseline", "bits_per_weight", "bits_per_weight_all", "kv_bytes_per_token")
@@ -58,7 +58,7 @@ def build(values: Mapping[str, Any]) -> dict[str, Any]:
         report[name] = block(keys, report[name] or {})
     for name, keys in ROWS.items():
         report[name] = [block((*keys, *ADDED.get(name, ())), row) for row in report[name] or []]
-    for name in ("fallbacks", "skipped", "gates", "notes"):
+    for name in ("phases", "fallbacks", "skipped", "gates", "notes"):
         report[name] = list(report[name] or [])
     for name in ("versions", "tasks"):
         report[name] = dict(report[name] or {})
@@ -133,7 +133,8 @@ def read_report(path: Path) -> dict[str, Any]:
     if report.get("schema_version") != SCHEMA_VERSION:
         found = report.get("schema_version")
         raise InputError(f"{file}: field 'schema_version' is {found!r}, not {SCHEMA_VERSION}: evaluate again")
-    report.setdefault("costs", [])  # not in reports of the first release
+    for added in ("costs", "phases"):  # not in reports of the first releases
+        report.setdefault(added, [])
     for where, part, keys in _parts(report):
         if not isinstance(part, dict):
             raise InputError(f"{file}: field {where!r} is not an object: evaluate again")

@@ -134,6 +134,7 @@ def identity(
         "versions": versions(),
         "fallbacks": [*(stored.manifest.fallbacks if stored.manifest else ()), *fallbacks],
         "skipped": stored.manifest.skipped if stored.manifest else [],
+        "phases": stored.manifest.phases if stored.manifest else [],
     }
 
 

@@ -14,13 +14,15 @@ from compress.checkpoint.interop.compressed_tensors import dense_scheme
 from compress.checkpoint.quantization_config import stored_shape
 from compress.checkpoint.source import dequantized
 from compress.eval.subject import Stored, open_stored
-from compress.eval.tables import NOT_MEASURED, Table, number, percent, storage
+from compress.eval.table import NOT_MEASURED, Table, number, percent, storage
 from compress.formats import format_named
 from compress.formats.grid import FLOAT_BITS
 from compress.formats.pattern import Pattern
 
 # Mean KL divergence, nats per token, from which a pruned model is called broken: about 10% more perplexity.
 MOST_DIVERGENCE = 0.1
+# The shipped recipe that prunes and then wins back what that has cost.
+RECOVERY = "recover_sparse24_int4"
 # In this order: what is 2:4 is 4:8 as well.
 PATTERNS = (Pattern(2, 4), Pattern(4, 8))
 
@@ -73,10 +75,10 @@ def pruning_notes(stored: Stored, kl_mean: float | None) -> list[str]:
         f"alone reads; exported as compressed-tensors {storage(codes)}, as dense {storage(dense)}"
     ]
     if kl_mean is not None and kl_mean > MOST_DIVERGENCE:
-        notes.append(
-            f"pruned: pruning in one shot left a KL divergence of {number(kl_mean)} nats per token, over "
-            f"{MOST_DIVERGENCE}: recover it by distillation before use, or prune fewer layers"
-        )
+        trained = stored.manifest is not None and any(row["kind"] == "distill" for row in stored.manifest.phases)
+        mend = "train longer or on more text" if trained else f"win it back by distillation (`lmpress run {RECOVERY}`)"
+        left = f"a KL divergence of {number(kl_mean)} nats per token is left, over {MOST_DIVERGENCE}"
+        notes.append(f"pruned: {left}: {mend} before use, or prune fewer layers")
     return notes
 
 

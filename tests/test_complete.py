@@ -27,6 +27,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "texts").mkdir()
     for name in ("web.txt", "wiki.txt"):
         write_text(folder / "texts" / name)
+    records = [{"input": f"{n} and 1", "label": str(n + 1), "rationale": f"{n} and one more"} for n in range(20)]
+    (folder / "texts" / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
     return folder
 
 
@@ -34,24 +36,61 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_method_has_a_test_and_a_recipe(kind: str, name: str) -> None:
     assert (ROOT / "tests" / kind / f"test_{name}.py").is_file()
     stages = [stage for recipe in shipped() for stage in load(recipe).stages]
-    assert (kind, name) in {(stage.kind, stage.method) for stage in stages}
+    used = {(stage.kind, stage.method) for stage in stages}
+    used |= {("distill", term.method) for stage in stages if stage.kind == "distill" for term in stage.terms}
+    assert (kind, name) in used
+
+
+# What makes a student small enough for a tiny model.
+SIZES = {"depth": {"layers": 1}, "width": {"intermediate_size": 128}, "grouped_query": {"kv_heads": 1}}
+
+
+def shortened(name: str, model: Path) -> list[str]:
+    """Changes that make the stages of a recipe short, and small enough for `model`."""
+    changes = [f"calibration.source={model / 'texts' / 'web.txt'}", "evaluate.gates=[]"]
+    for number, stage in enumerate(load(name).stages):
+        place = f"stages.{number}.{stage.kind}"
+        if stage.kind == "shrink":
+            changes += [f"{place}.{key}={value}" for key, value in SIZES[stage.method].items()]
+        if stage.distillation is not None:
+            data = {"source": model / "texts" / ("records.jsonl" if stage.distillation.data.records else "web.txt")}
+            data |= {"sequences": 16, "held_out": 2} | ({} if stage.distillation.data.records else {"seqlen": 64})
+            changes += [f"{place}.data.{key}={value}" for key, value in data.items()]
+            if stage.method == "block_output":
+                changes += [f"{place}.epochs=1", f"{place}.batch=2"]
+            else:
+                changes += [f"{place}.training.{key}=2" for key in ("steps", "batch", "every")]
+    return changes
 
 
 @pytest.mark.parametrize("name", list(shipped()))
 def test_every_recipe_runs(name: str, model: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    text = f"calibration.source={model / 'texts' / 'web.txt'}"
-    short = settings(*SMALL, text, "evaluate.gates=[]")
-    done = lmpress("run", name, "--model", str(model), "--output", str(output), *short, "--json")
+    done = lmpress(
+        "run",
+        name,
+        "--model",
+        str(model),
+        "--output",
+        str(output),
+        *settings(*SMALL, *shortened(name, model)),
+        "--json",
+    )
     assert done.code == 0, done.err
     told = json.loads(done.out)
     assert told["fallbacks"] == []
     assert (told["report"]["quality"]["ppl"] is not None) == bool(load(name).evaluate.text)
     manifest = json.loads((output / "lmpress.json").read_text())
-    assert len(manifest["layers"]) == 14
-    assert {method for layer in manifest["layers"] for method in layer["method"].split("+")} == {
-        stage.method for stage in load(name).stages if stage.kind != "transform"
-    }
+    stages = load(name).stages
+    compressing = {stage.method for stage in stages if stage.kind in ("prune", "quantize")}
+    assert len(manifest["layers"]) == (14 if compressing else 0)
+    training = {stage.method for stage in stages if stage.kind == "distill"} if compressing else set()
+    found = {method for layer in manifest["layers"] for method in layer["method"].split("+")}
+    assert found == compressing | training
+    assert [row["kind"] for row in manifest["phases"]] == [
+        stage.kind for stage in stages if stage.kind in ("shrink", "distill")
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.log.jsonl"]
     loaded = load_model(output)
     logits = loaded.logits(loaded.hidden(torch.arange(24).view(2, 12)))
     assert logits.shape == (2, 12, 288) and bool(logits.isfinite().all())

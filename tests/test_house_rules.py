@@ -13,9 +13,10 @@ MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 6
 # What a class may inherit from (or a subscript of it).
 BASES = {"Module", "BaseModel", "Exception", "Protocol", "NamedTuple", "Enum", "StrEnum", "IntEnum", "Structure"}
+BASES |= {"Function"}  # of autograd
 BROAD = {"Exception", "BaseException"}
 # Typer reads a command's options from its signature, so these take as many parameters as the verb has options.
-COMMANDS = {"bench", "eval", "export", "generate", "plan", "prune", "quantize", "run"}
+COMMANDS = {"bench", "distill", "eval", "export", "generate", "plan", "prune", "quantize", "run"}
 
 ALL = all_sources()
 PACKAGE = package_sources()

@@ -5,12 +5,18 @@ from __future__ import annotations
 import pytest
 
 from compress import methods
+from compress.distill import DISTRIBUTION, HIDDEN_STATES
 from compress.errors import InputError
+from compress.shrink import MEASURED
 
 
 def test_names_are_files_with_a_config() -> None:
     assert methods.names("quantize") == ["gptq", "llm_int8", "rtn"]
     assert methods.names("transform") == ["awq", "smoothquant"]
+
+
+INPUTS = {"absmax", "mean_abs", "mean_square", "hessian", "outliers"}
+KNOWN_NEEDS = {"shrink": set(MEASURED), "distill": {DISTRIBUTION, HIDDEN_STATES}}
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in methods.KINDS for name in methods.names(kind)])
@@ -19,7 +25,7 @@ def test_every_method_keeps_the_contract(kind: str, name: str) -> None:
     assert method.__name__ == f"compress.{kind}.{name}"
     assert method.Config.model_config["frozen"] and method.Config.model_config["extra"] == "forbid"
     assert method.Config() == method.Config()  # every setting has a default
-    assert {"absmax", "mean_abs", "mean_square", "hessian", "outliers"} >= method.NEEDS
+    assert KNOWN_NEEDS.get(kind, INPUTS) >= method.NEEDS
     assert methods.summary(method)
 
 
@@ -32,7 +38,8 @@ def test_every_method_keeps_the_contract(kind: str, name: str) -> None:
         (
             "quantise",
             "rtn",
-            "kind: 'quantise' is not known; did you mean 'quantize'? Known: transform, prune, quantize",
+            "kind: 'quantise' is not known; did you mean 'quantize'? "
+            "Known: shrink, transform, prune, quantize, distill",
         ),
     ],
 )

@@ -119,15 +119,16 @@ def test_recipes_are_values() -> None:
         (
             {"version": 1, "stages": [{"quantise": {}}]},
             "r.yaml: field 'stages.0.quantise' is unknown; did you mean 'quantize'? "
-            "Known: transform, prune, quantize, targets, ignore",
+            "Known: shrink, transform, prune, quantize, distill, targets, ignore",
         ),
         (
             {"version": 1, "stages": [{"targets": ["*"]}]},
-            "r.yaml: field 'stages.0' has none of transform, prune, quantize: give exactly one",
+            "r.yaml: field 'stages.0' has none of shrink, transform, prune, quantize, distill: give exactly one",
         ),
         (
             {"version": 1, "stages": [{"transform": {}, "quantize": {}}]},
-            "r.yaml: field 'stages.0' has transform and quantize of transform, prune, quantize: give exactly one",
+            "r.yaml: field 'stages.0' has transform and quantize of shrink, transform, prune, quantize, distill: "
+            "give exactly one",
         ),
         (
             {"version": 1, "stages": ["gptq"]},

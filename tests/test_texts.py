@@ -181,7 +181,7 @@ BAD: dict[str, tuple[str, str | bytes, str]] = {
     "not an object": ("a.jsonl", '["One."]', "line 1: is not an object"),
     "another field": ("a.jsonl", '{"texts": "One."}', "(fields: 'texts'); did you mean 'text'?"),
     "a number": ("a.jsonl", '{"text": 3}', "line 1: has no field 'text'"),
-    "messages": ("a.jsonl", json.dumps({"messages": MESSAGES}), "set calibration.chat to true"),
+    "messages": ("a.jsonl", json.dumps({"messages": MESSAGES}), "set chat to true"),
     "not parquet": ("a.parquet", b"PAR1 but no more", "not a readable Parquet file"),
     "another kind": ("a.pdf", "text", "none of .txt, .jsonl, .parquet"),
 }
@@ -212,7 +212,7 @@ def test_bad_chats_are_one_line(tmp_path: Path, tokenizer: Any) -> None:
     file = write(tmp_path / "a.jsonl", '{"messages": [3]}')
     with pytest.raises(InputError, match="line 1: field 'messages' does not fit the chat template"):
         read(file, tokenizer)
-    with pytest.raises(InputError, match="has no chat template: set calibration.chat to false"):
+    with pytest.raises(InputError, match="has no chat template: set chat to false"):
         read(file, BARE)
 
 

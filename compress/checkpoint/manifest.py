@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ class Manifest:
     recipe: as resolved; recipe_sha256: of that. source, calibration: where the weights and the calibration tokens came
     from, with fingerprints (calibration None: no data was needed). layers: a row per compressed layer, in order.
     tensors: name -> {dtype, shape, sha256}, dtypes as safetensors spells them, sha256 of the bytes. fallbacks, skipped:
-    [{name, reason}]. versions: of the packages that took part. size: bytes before and after.
+    [{name, reason}]. versions: of the packages that took part. size: bytes before and after. phases: a row for each
+    stage that cut or trained the whole model, in order.
     """
 
     recipe: dict[str, Any]
@@ -40,6 +41,7 @@ class Manifest:
     skipped: list[dict[str, Any]]
     versions: dict[str, Any]
     size: dict[str, Any]
+    phases: list[dict[str, Any]] = field(default_factory=list)
 
 
 def tensor_table(tensors: Mapping[str, TensorInfo], sha256: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -67,14 +69,17 @@ def read(folder: Path) -> Manifest:
             f"{file}: field 'schema_version' is {version!r}, this lmpress reads {SCHEMA_VERSION}: use the version that "
             "wrote it"
         )
-    kinds = {"recipe_sha256": str, "calibration": dict | None, "layers": list, "fallbacks": list, "skipped": list}
-    for field in fields(Manifest):
-        if field.name not in data:
-            raise InputError(f"{file}: field {field.name!r} is missing: compress the model again")
-        if not isinstance(data[field.name], kinds.get(field.name, dict)):
-            found = type(data[field.name]).__name__
-            raise InputError(f"{file}: field {field.name!r} is a JSON {found}: compress the model again")
-    return Manifest(**{field.name: data[field.name] for field in fields(Manifest)})
+    lists = ("layers", "fallbacks", "skipped", "phases")
+    kinds = {"recipe_sha256": str, "calibration": dict | None, **dict.fromkeys(lists, list)}
+    for one in fields(Manifest):
+        if one.name not in data:
+            if one.default_factory is not MISSING:  # not in manifests of the first releases
+                continue
+            raise InputError(f"{file}: field {one.name!r} is missing: compress the model again")
+        if not isinstance(data[one.name], kinds.get(one.name, dict)):
+            found = type(data[one.name]).__name__
+            raise InputError(f"{file}: field {one.name!r} is a JSON {found}: compress the model again")
+    return Manifest(**{one.name: data[one.name] for one in fields(Manifest) if one.name in data})
 
 
 def check(manifest: Manifest, checkpoint: Checkpoint) -> None:

@@ -20,6 +20,7 @@ VERBS = (
     "run",
     "quantize",
     "prune",
+    "distill",
     "plan",
     "inspect",
     "compare",
@@ -33,7 +34,7 @@ VERBS = (
     "demo-model",
     "doctor",
 )
-RESUMABLE = ("run", "quantize", "prune", "export")
+RESUMABLE = ("run", "quantize", "prune", "distill", "export")
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 

@@ -21,10 +21,13 @@ def execute(recipe: Recipe, options: RunOptions, as_json: bool) -> None:
     """Run `recipe`, measure the result where it says how, report, and print. Exit code 3 when a gate fails."""
     from compress.cli.progress import watching
     from compress.pipeline import run
+    from compress.training.processes import is_main
 
     request = evaluation(recipe, options.device)  # before hours of work: its mistakes show at once
     with watching() as observer:
         outcome = run(recipe, options, observer)
+    if not is_main():
+        return
     told = outcome.manifest
     for line in account(told):
         typer.echo(line, err=as_json)

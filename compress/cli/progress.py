@@ -35,6 +35,21 @@ class RunProgress:
             self.tokens = fields["tokens"]
             self.bar.console.print(f"calibration: {self.tokens:,} tokens from {fields['source']!r}")
             self._show("blocks", 0, self.blocks)
+        elif kind == "caching":
+            self._show("asking the teacher", fields["done"], fields["total"])
+        elif kind == "importance":
+            self._show("measuring importances", fields["done"], fields["total"])
+        elif kind == "training":
+            loss, kl, speed = (fields[name] for name in ("loss", "kl", "tokens_per_second"))
+            self._show(
+                f"training, loss {loss:.3f}, KL {kl:.3f}, {speed:,.0f} tokens/s", fields["step"], fields["steps"]
+            )
+        elif kind == "recovered":
+            gain = f"{fields['error_db_before']:.1f} -> {fields['error_db_after']:.1f} dB"
+            self.bar.console.print(f"{fields['name']}: {gain}", highlight=False)
+            self._show("training block by block", fields["index"] + 1, self.blocks)
+        elif kind == "held_out":
+            self.bar.console.print(f"step {fields['step']}: held-out KL {fields['kl']:.4f}", highlight=False)
         elif kind == "block":
             if fields["layers"]:
                 self.bar.console.print(block_line(fields, peak_resident_bytes()), highlight=False)

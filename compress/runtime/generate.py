@@ -37,9 +37,6 @@ class Sampling:
                 raise InputError(f"sampling: {name} is {value}: give {mend}", USAGE)
 
 
-FREE = Sampling(temperature=1.0)
-
-
 def generate(
     model: Model, prompt: list[int], max_new: int, sampling: Sampling, stop: frozenset[int] = frozenset()
 ) -> Iterator[int]:
@@ -60,22 +57,34 @@ def generate(
 def sample_sequences(
     model: Model, start: int, count: int, length: int, seed: int, progress: Callable[[int, int], None] | None = None
 ) -> Tensor:
-    """`count` sequences the model writes by itself, temperature 1: int64 [count, length], each beginning with `start`.
+    """`count` sequences of `length` tokens that the model writes by itself at temperature 1: see write_sequences."""
+    return write_sequences(model, start, (count, length), Sampling(1.0, seed=seed), progress)
+
+
+def write_sequences(
+    model: Model,
+    start: int,
+    shape: tuple[int, int],
+    sampling: Sampling,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """Sequences the model writes by itself: int64 of `shape` (count, length), each beginning with `start`.
 
     They are drawn side by side, as many as SAMPLING_CACHE_BYTES of keys and values allow. `progress` is told after
     every step how many tokens are done and how many there will be.
     """
+    count, length = shape
     config = model.config
     sequence_bytes = kv_bytes_per_token(config, torch.float32.itemsize) * length
     batch = max(1, min(MAX_BATCH, SAMPLING_CACHE_BYTES // sequence_bytes))
-    uniform = _uniform(count, length, seed)
+    uniform = _uniform(count, length, sampling.seed)
     sequences = torch.full((count, length), start, dtype=torch.int64)
     for first in range(0, count, batch):
         rows = slice(first, min(first + batch, count))
         cache = model.new_cache(rows.stop - rows.start, length)
         for step in range(1, length):
             hidden = model.hidden(sequences[rows, step - 1 : step], cache)
-            sequences[rows, step] = choose(model.logits(hidden[:, -1]), FREE, uniform[rows, step])
+            sequences[rows, step] = choose(model.logits(hidden[:, -1]), sampling, uniform[rows, step])
             if progress is not None:
                 progress(first * length + (rows.stop - rows.start) * (step + 1), count * length)
     return sequences
@@ -112,6 +121,23 @@ def stop_tokens(folder: Path) -> frozenset[int]:
             if ids is not None:
                 return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
+
+
+def start_token(folder: Path) -> int:
+    """The id with which a text begins: `bos_token_id` of config.json, else its (first) `eos_token_id`.
+
+    Raises InputError where there is neither.
+    """
+    config = read_object(folder / "config.json")
+    start = config.get("bos_token_id")
+    start = config.get("eos_token_id") if start is None else start
+    start = start[0] if isinstance(start, list) and start else start
+    if not isinstance(start, int):
+        raise InputError(
+            f"{folder / 'config.json'}: has neither bos_token_id nor eos_token_id with which the model could begin a "
+            "text of its own: name a text as the source"
+        )
+    return start
 
 
 def _uniform(rows: int, columns: int, seed: int) -> Tensor:

@@ -36,7 +36,9 @@ def test_a_report_says_what_it_cost_and_what_others_read(pruned: Path, tiny_llam
     sizes = next(note for note in notes if note.startswith("pruned: 14 layers to 2:4"))
     assert "as sparse24, which lmpress alone reads; exported as compressed-tensors" in sizes
     assert pruning_notes(open_stored(pruned), 0.05) == [sizes]
-    assert "left a KL divergence of 1.25 nats per token, over 0.1" in pruning_notes(open_stored(pruned), 1.25)[1]
+    note = pruning_notes(open_stored(pruned), 1.25)[1]
+    assert "a KL divergence of 1.25 nats per token is left, over 0.1: win it back by distillation" in note
+    assert "`lmpress run recover_sparse24_int4`" in note
     plain = evaluate(Request(tiny_llama, tiny_llama, texts=(tiny_text,), context=32, limit=256, seconds=0.1))["notes"]
     assert not any(note.startswith("pruned") for note in plain)
 

@@ -15,7 +15,8 @@ from compress.eval.render_html import report_page
 from compress.eval.render_markdown import report_markdown
 from compress.eval.render_terminal import show_report
 from compress.eval.report import build
-from compress.eval.tables import layer_kind, report_tables, storage
+from compress.eval.table import storage
+from compress.eval.tables import layer_kind, report_tables
 
 
 class Page(HTMLParser):

@@ -34,7 +34,7 @@ TOP = {
         "quality",
         "tasks",
     ),
-    *("recovery", "costs", "speed", "memory", "layers", "fallbacks", "skipped", "gates", "notes"),
+    *("recovery", "costs", "speed", "memory", "layers", "phases", "fallbacks", "skipped", "gates", "notes"),
 }
 SPEED = {
     *("phase", "batch", "prompt", "new", "tokens_per_s", "tokens_per_s_baseline", "chars_per_s", "gbs"),

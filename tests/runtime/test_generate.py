@@ -12,7 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from compress.errors import InputError
 from compress.runtime import generate as generation
-from compress.runtime.generate import Sampling, choose, generate, sample_sequences, stop_tokens
+from compress.runtime.generate import (
+    Sampling,
+    choose,
+    generate,
+    sample_sequences,
+    start_token,
+    stop_tokens,
+    write_sequences,
+)
 from compress.runtime.load import Model, load_model
 from tests.runtime.families import CASES, write_case
 from tests.tiny import write_model
@@ -117,6 +125,25 @@ def test_sequences_follow_the_model(tmp_path: Path) -> None:
     expected = model.logits(model.hidden(torch.tensor([[0]])))[0, 0].softmax(-1)
     observed = torch.bincount(drawn, minlength=8) / 4000
     assert ((observed - expected).abs() < 4 * (expected * (1 - expected) / 4000).sqrt() + 1e-4).all()
+
+
+def test_sequences_of_any_temperature(model: Model) -> None:
+    """Temperature 1 is sample_sequences; 0 is what greedy generation writes behind the start token."""
+    free = write_sequences(model, 256, (5, 9), Sampling(1.0, seed=3))
+    assert torch.equal(free, sample_sequences(model, 256, 5, 9, seed=3))
+    assert not torch.equal(free, write_sequences(model, 256, (5, 9), Sampling(2.0, seed=3)))
+    greedy = write_sequences(model, 256, (2, 9), Sampling())
+    assert greedy.tolist() == [[256, *generate(model, [256], 8, Sampling())]] * 2
+
+
+def test_start_token(tmp_path: Path) -> None:
+    for config, start in (({"bos_token_id": 0, "eos_token_id": 2}, 0), ({"eos_token_id": [3, 4]}, 3)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert start_token(tmp_path) == start
+    for nothing in ({}, {"eos_token_id": []}):
+        (tmp_path / "config.json").write_text(json.dumps(nothing))
+        with pytest.raises(InputError, match="neither bos_token_id nor eos_token_id"):
+            start_token(tmp_path)
 
 
 def test_stop_tokens(tmp_path: Path) -> None:

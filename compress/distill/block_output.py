@@ -1,0 +1,48 @@
+"""Output of a decoder block pulled towards that of the teacher's block: what layer-wise recovery trains towards.
+
+The reconstruction of BRECQ (arXiv 2102.05426, section 3.2) for a whole block, weights and steps free to move. It needs
+no logits, hence nothing of the teacher but its blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+NEEDS: frozenset[str] = frozenset()
+
+# Below it a teacher's vector counts as constant: of what float32 holds of a hidden state, noise.
+LEAST_VARIANCE = 1e-12
+
+
+class Config(BaseModel):
+    """How each block is trained before the next is read.
+
+    epochs: passes over the sequences. held_out: the share of them, at least one batch, that is not trained on: its
+    error at the start and after each epoch decides which iterate is kept. batch: sequences per step. learning_rate: of
+    weights, the peak of a cosine; scale_rate: of quantization scales, as a share of it. inputs: what a block reads in
+    training: `compressed`, what the compressed blocks before it make; `float`, what the teacher's make; `mix`, one of
+    both in every step, by lot.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    epochs: int = Field(default=2, ge=1)
+    batch: int = Field(default=4, ge=1)
+    learning_rate: float = Field(default=3e-4, gt=0, allow_inf_nan=False)
+    scale_rate: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    inputs: Literal["compressed", "float", "mix"] = "compressed"
+    held_out: float = Field(default=0.125, gt=0, lt=1)
+    seed: int = Field(default=0, ge=0)
+
+
+def loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """Squared difference over the variance of the teacher's vector, [n], of hidden states [..., D] at n positions.
+
+    Each position is measured by its own variance: the first token of a sequence, where attention goes to rest, has
+    vectors many times as long as all others, and would be all that a common variance sees (arXiv 2402.17762).
+    """
+    error = (student - teacher).square().mean(dim=-1)
+    return (error / teacher.var(dim=-1, correction=0).clamp(min=LEAST_VARIANCE)).flatten()
