@@ -6,20 +6,18 @@ source -> skeleton -> assignment -> plan -> tokens -> walk over the blocks -> ma
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from compress import sensitivity
+from compress import outline, sensitivity
 from compress.assignment import Assignment, assign
 from compress.checkpoint import quantization_config
 from compress.checkpoint.output import WORK, partial_folder, refuse_overlap
 from compress.checkpoint.reader import Checkpoint, open_checkpoint
 from compress.checkpoint.source import Dequantized, Source, dequantized
 from compress.checkpoint.writer import Section, Writer, finished
-from compress.distillation import check as check_distillation
 from compress.distillation import distill, teacher_folder
 from compress.errors import USAGE, InputError
 from compress.model import Skeleton, build_skeleton
@@ -31,7 +29,6 @@ from compress.resident import bound_heap, release_memory
 from compress.run_log import Logged, Observer
 from compress.shrinking import shrink
 from compress.tokens import SELF, Tokens, calibration_tokens
-from compress.training.cut import describe
 from compress.training.processes import is_main, main_first
 from compress.walk import Walk
 
@@ -57,7 +54,10 @@ class Job:
 
 
 def prepare(recipe: Recipe, dequantize: bool = False) -> Job:
-    """Open the source, build its skeleton and plan. Raises InputError for whatever the recipe cannot do to it."""
+    """Open the source, build its skeleton and plan what its walk over the blocks does.
+
+    Raises InputError for whatever the recipe cannot do to it.
+    """
     bound_heap()  # before the skeleton, whose parameters come and go
     source = _source_of(recipe, dequantize)
     skeleton = build_skeleton(source.folder)
@@ -65,6 +65,21 @@ def prepare(recipe: Recipe, dequantize: bool = False) -> Job:
     if isinstance(source, Dequantized):
         _refuse_pruned(source, assignment)
     return Job(recipe, source, skeleton, make_plan(recipe, source, skeleton, assignment))
+
+
+def foresee(recipe: Recipe, dequantize: bool = False) -> tuple[Plan | None, list[str]]:
+    """The plan of the walk over the blocks, and notes about all else that the recipe does. No weight is read.
+
+    The plan is None where no stage compresses, or where the model that will be compressed is still to be made. Raises
+    InputError as `run` would.
+    """
+    phases = phases_of(recipe.stages)
+    source = _source_of(recipe, dequantize or phases[0].kind == DISTILL)
+    outline.check(recipe, phases, source)
+    told = outline.notes(recipe, phases, source)
+    if phases[0].kind != COMPRESS:
+        return None, told
+    return prepare(recipe.model_copy(update={"stages": phases[0].stages}), dequantize).plan, told
 
 
 def run(recipe: Recipe, options: RunOptions, observer: Observer) -> Outcome:
@@ -86,7 +101,7 @@ def run(recipe: Recipe, options: RunOptions, observer: Observer) -> Outcome:
     if finished(output, past.mark, options.restart):
         observer.event("complete", output=str(output))
         return read_outcome(output)
-    _check_phases(recipe, phases, source)
+    outline.check(recipe, phases, source)
     folder = stages_folder(output)
     with main_first():
         if options.restart and folder.exists() and is_main():
@@ -123,31 +138,6 @@ def _run_phase(phase: Phase, part: Recipe, past: Past, options: RunOptions, obse
         if phase.kind == SHRINK:
             return shrink(part, past, device, options.restart, observer)
         return _compress(part, past, options, observer)
-
-
-def _check_phases(recipe: Recipe, phases: Sequence[Phase], source: Source) -> None:
-    """Raise InputError for phases that cannot follow one another, and for what distill stages lack."""
-    compressed = False
-    for phase in phases:
-        stage = phase.stages[0]
-        if phase is phases[0] and phase.kind == SHRINK:
-            describe(source.folder, phase.stages)
-        if compressed and phase.kind != DISTILL:
-            raise InputError(
-                f"{stage.where}: an earlier stage has put weights on their grid, and a distill stage stands between: "
-                f"put the {stage.kind} stage in front of it",
-                USAGE,
-            )
-        compressed = compressed or phase.kind == COMPRESS
-        if phase.kind == DISTILL:
-            teacher = teacher_folder(recipe, stage)
-            if phase is phases[0] and teacher == source.folder:
-                raise InputError(
-                    f"{stage.where}.distill.teacher.model: is missing, and the recipe's own model is the student: name "
-                    "the folder of the model to learn from",
-                    USAGE,
-                )
-            check_distillation(stage, teacher, source.folder)
 
 
 def _compress(recipe: Recipe, past: Past, options: RunOptions, observer: Observer) -> Outcome:

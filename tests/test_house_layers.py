@@ -49,6 +49,7 @@ SPLIT = {
     "phases": "pipeline",
     "model_card": "pipeline",
     "distillation": "pipeline",
+    "outline": "pipeline",
     "shrinking": "pipeline",
     "outcome": "pipeline",
     "tokens": "pipeline",

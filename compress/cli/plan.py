@@ -40,11 +40,15 @@ def show_plan(
     recipe: Recipe, dequantize: bool, as_json: bool, rows: bool = False, cache: tuple[int, int] = (CONTEXT, BATCH)
 ) -> None:
     """Print the plan of `recipe`. cache: context and batch to size the key-value cache for."""
-    from compress.pipeline import prepare
+    from compress.pipeline import foresee
     from compress.plan import summary
 
-    made = prepare(recipe, dequantize).plan
+    made, phases = foresee(recipe, dequantize)
+    if made is None:
+        show_phases(recipe, phases, as_json)
+        return
     totals = summary(made, *cache)
+    totals["notes"] += phases
     if as_json:
         emit({"recipe_sha256": recipe.sha256(), **totals, "rows": [asdict(row) for row in made.rows]})
         return
@@ -82,6 +86,17 @@ def show_plan(
         *(("note", note) for note in totals["notes"]),
     ):
         console.print(f"{label:16} {value}", highlight=False, soft_wrap=True)
+
+
+def show_phases(recipe: Recipe, phases: list[str], as_json: bool) -> None:
+    """Print what a recipe does that compresses nothing, or not yet."""
+    from rich.console import Console
+
+    if as_json:
+        emit({"recipe_sha256": recipe.sha256(), "notes": phases})
+        return
+    for line in phases:
+        Console().print(line, highlight=False, soft_wrap=True)
 
 
 def _kinds(rows: Iterable[Row]) -> list[tuple[int, str, Row]]:

@@ -131,6 +131,11 @@ def describe(folder: Path, stages: Sequence[Stage]) -> dict[str, Any]:
     return _described(job, *_chain(job, None))
 
 
+def config_of(folder: Path, stages: Sequence[Stage]) -> dict[str, Any]:
+    """config.json of the student that `stages` leave of the model in `folder`. Raises InputError as `describe`."""
+    return _chain(prepare(folder, stages), None)[0]
+
+
 def cut(
     folder: Path,
     stages: Sequence[Stage],
