@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from compress.pipeline import RunOptions, run
 from compress.recipe import parse
 from tests.tiny import byte_tokenizer, write_model
 
+ROOT = Path(__file__).parent.parent
 TRAINING = {"steps": 4, "batch": 2, "every": 2, "learning_rate": 0.003}
 
 
@@ -165,6 +169,25 @@ def test_the_log_tells_the_training(model: Path, tiny_text: Path, tmp_path: Path
     steps = [row for row in rows if row["kind"] == "training"]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert all(row["tokens_per_second"] > 0 and row["loss"] > 0 for row in steps)
+
+
+def test_two_processes_write_one_checkpoint(model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """What `accelerate launch` starts: one compresses, both train, one writes; the curve is that of one process."""
+    body = stages(tiny_text, "quantize", "distill")
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(json.dumps(document(model, tmp_path / "two", tiny_text, body)))
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command = [*launch, "-m", "compress.cli.app", "run", str(recipe), "--device", "cpu"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("finished") == 1, "one process reports"
+    body[1]["distill"]["training"] = TRAINING | {"accumulation": 2}
+    one = manifest.read(do(model, tmp_path / "one", tiny_text, body)).phases[0]
+    two = manifest.read(tmp_path / "two").phases[0]
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert not (tmp_path / "two.stages").exists()
 
 
 MISTAKES = [

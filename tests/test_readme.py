@@ -21,12 +21,14 @@ from pathlib import Path
 import pytest
 
 from tests.command import SMALL, lmpress, settings
+from tests.test_complete import shortened
 from tests.tiny import write_model, write_text
 
 README = Path(__file__).parent.parent / "README.md"
 SHORTER = {
     "run": settings(*SMALL),
     "quantize": settings(*SMALL),
+    "distill": ["--steps", "2", *settings("evaluate.context=64", "evaluate.tokens=256")],
     "bench": ["--prompt", "16", "--new", "4", "--repeat", "2", "--allow-fallback"],
 }
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -65,6 +67,8 @@ def test_readme_runs(scratch: Path) -> None:
         if language in ("console", "bash", "sh"):
             for words in commands(text):
                 short = SHORTER.get(words[0], [])
+                if words[0] == "run":
+                    short = short + settings(*shortened(words[1], Path("build/demo/model")))
                 done = lmpress(*words, *short)
                 gated = "--gate" in words or words[0] == "run"
                 assert done.code == 0 or (done.code == 3 and gated), f"{shlex.join(words)}: {done.err}"

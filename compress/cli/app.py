@@ -111,3 +111,7 @@ def _confess(kind: type[BaseException], error: BaseException, trace: TracebackTy
 def _complain(message: str) -> None:
     """One red line on stderr, whatever the message holds."""
     typer.secho(f"lmpress: {' '.join(message.split())}", fg=typer.colors.RED, err=True)
+
+
+if __name__ == "__main__":  # for what starts several processes: accelerate launch -m compress.cli.app
+    main()

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 # While the first process compresses a model, the others wait for it.
 PATIENCE = timedelta(days=7)
 
@@ -34,5 +36,7 @@ def _state() -> Any | None:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     from accelerate import PartialState
+    from accelerate.utils import parse_flag_from_env
 
-    return PartialState(timeout=PATIENCE)
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    return PartialState(cpu=on_cpu, timeout=PATIENCE)

@@ -125,9 +125,9 @@ def test_a_finished_training_is_not_repeated(folders: tuple[Path, Path], tmp_pat
 
 
 def test_the_best_state_is_kept_and_the_start_is_one(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """A rate that makes everything worse leaves the student as it was, and ends early."""
+    """A student that is its own teacher can only get worse: it is left as it was, and the training ends early."""
     worse = SETTINGS.model_copy(update={"learning_rate": 0.05, "every": 1, "patience": 2})
-    student, history = trained(folders, tmp_path, worse)
+    student, history = trained((folders[0], folders[0]), tmp_path, worse)
     assert history.best[0] == 0 and len(history.losses) == 2
     assert history.stopped == "no gain in held-out divergence over 2 measurements"
     untouched = load_student(folders[0], worse, CPU)
@@ -135,7 +135,7 @@ def test_the_best_state_is_kept_and_the_start_is_one(folders: tuple[Path, Path],
 
 
 class Broken:
-    """A teacher that says NaN from its second batch on."""
+    """A teacher that says NaN from its fifth batch on: that of the third step, behind two measurements."""
 
     def __init__(self, signal: Signal) -> None:
         self.signal = signal
@@ -144,7 +144,7 @@ class Broken:
     def teach(self, rows: Tensor, ids: Tensor, every: bool) -> Teaching:
         self.asked += 1
         told = self.signal.teach(rows, ids, every)
-        if self.asked < 4:
+        if self.asked < 5:
             return told
         return Teaching(lambda index: told.distribution(index) * math.nan, ())  # type: ignore[operator]
 
