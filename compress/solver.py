@@ -76,9 +76,10 @@ def solve_columns(
 ) -> None:
     """Decide the columns of `weight` in order, compensating each one's error in those to come.
 
-    weight: float32 [K, N], the layer's weight transposed so that a column is one contiguous row; overwritten with the
-    decided values. upper: [K, K] from `factorize`, in the same order. decide(j, values [N]) gives column j's final
-    values. choice: what looks at the columns of a group, as they stand then, before the first of them is decided.
+    weight: [K, N], the layer's weight transposed so that a column is one contiguous row; overwritten with the decided
+    values. upper: [K, K] from `factorize`, in the same order and dtype (float32, or float64 to check it by).
+    decide(j, values [N]) gives column j's final values. choice: what looks at the columns of a group, as they stand
+    then, before the first of them is decided.
     """
     columns = len(weight)
     width = 1 if choice is None else choice.width
@@ -131,16 +132,41 @@ def prune_columns(
     weight: Tensor, upper: Tensor, order: Tensor | None, pattern: Pattern, block_size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """SparseGPT (arXiv 2301.00774, algorithm 1): `weight` [N, K] pruned, its kept values rounded to `dtype` but still
-    float32, and its mask. upper: from `factorize`, in the order in which columns are visited."""
+    in the weight's own, and its mask. upper: from `factorize`, in the order in which columns are visited."""
     visit = torch.arange(weight.shape[1], device=weight.device) if order is None else order
     choice = Choice(pattern, upper, len(weight))
     columns = weight.T[visit]
 
     def decide(j: int, values: Tensor) -> Tensor:
-        return (values * choice.mask[j]).to(dtype).float()
+        return (values * choice.mask[j]).to(dtype).to(values.dtype)
 
     solve_columns(columns, upper, decide, block_size, choice)
     return back_in_order(columns, visit), back_in_order(choice.mask, visit)
+
+
+def refit_columns(
+    weight: Tensor, pruned: Tensor, mask: Tensor, hessian: Tensor, damping: float, block_size: int = 128
+) -> Tensor:
+    """`pruned` [N, K] after one sweep over its columns, each moved to where it best makes up for all the others.
+
+    SparseGPT lets a column give way only to those before it; here the early ones see what was pruned after them. It is
+    one round of Gauss-Seidel on the normal equations of what `mask` [N, K] keeps: `weight` [N, K] is what the outputs
+    are held against, under H = hessian + damping * mean(diag) * I. Lowers the error whatever it begins with.
+
+    The column solver does it with H for its factor: where a value stands by the gradient of its column, an error of
+    gradient / H[j, j] is what its step takes off the gradients of those to come.
+    """
+    damped = hessian.clone()
+    damped.diagonal().add_(damping * hessian.diagonal().mean())
+    gradient = damped @ (weight - pruned).T
+    refitted, kept = pruned.T.contiguous(), mask.T.contiguous()
+
+    def decide(j: int, values: Tensor) -> Tensor:
+        refitted[j].add_((values * kept[j]).div_(damped[j, j]))
+        return values * ~kept[j]
+
+    solve_columns(gradient, damped, decide, block_size)
+    return refitted.T.contiguous()
 
 
 def back_in_order(visited: Tensor, visit: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.solver import MAXIMUM_DAMPING, factorize, solve_columns
+from compress.formats.pattern import Pattern, keep_largest
+from compress.solver import MAXIMUM_DAMPING, factorize, prune_columns, refit_columns, solve_columns
 
 
 def correlated_hessian(columns: int, tokens: int = 400, seed: int = 0) -> Tensor:
@@ -77,3 +78,51 @@ def test_the_maximum_itself_is_tried(damping: float) -> None:
     barely[0, 1] = barely[1, 0] = 1.9  # positive definite from a damping of 0.9 on
     factor = factorize(barely, damping)
     assert factor is not None and factor.damping == pytest.approx(MAXIMUM_DAMPING)
+
+
+def damped(hessian: Tensor, damping: float) -> Tensor:
+    return hessian + damping * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=hessian.dtype)
+
+
+def pruned_by_magnitude(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A weight [6, 32], what magnitude pruning leaves of it, the mask, and a Hessian."""
+    weight = torch.randn(6, 32, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    mask = keep_largest(weight.abs(), Pattern(2, 4))
+    return weight, weight * mask, mask, correlated_hessian(32).to(dtype)
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16, 128])
+def test_a_sweep_moves_each_kept_weight_to_its_least_error(block_size: int) -> None:
+    weight, pruned, mask, hessian = pruned_by_magnitude()
+    refitted = refit_columns(weight, pruned, mask, hessian, 0.01, block_size)
+    slow, whole = pruned.clone(), damped(hessian, 0.01)
+    for j in range(32):
+        slow[:, j] += mask[:, j] * ((weight - slow) @ whole[:, j]) / whole[j, j]
+    assert torch.allclose(refitted, slow, atol=1e-12)
+    assert refitted.dtype == torch.float64 and not bool(refitted[~mask].any())
+    assert torch.equal(pruned, weight * mask), "what it is given is left alone"
+
+
+def test_sweeps_lower_the_error_down_to_least_squares() -> None:
+    weight, pruned, mask, hessian = pruned_by_magnitude()
+    whole = damped(hessian, 0.01)
+    best = torch.zeros_like(weight)
+    for row, kept in enumerate(mask):
+        best[row, kept] = torch.linalg.solve(whole[kept][:, kept], whole[kept] @ weight[row])
+    losses = []
+    for _ in range(200):
+        losses.append(float((((weight - pruned) @ whole) * (weight - pruned)).sum()))
+        pruned = refit_columns(weight, pruned, mask, hessian, 0.01)
+    least = float((((weight - best) @ whole) * (weight - best)).sum())
+    assert all(after < before for before, after in zip(losses[:10], losses[1:11], strict=True)), losses[:11]
+    assert losses[-1] == pytest.approx(least, rel=1e-6) and least < 0.7 * losses[0]
+
+
+def test_pruning_stays_in_the_dtype_it_is_given() -> None:
+    for dtype in (torch.float32, torch.float64):
+        weight, _, _, hessian = pruned_by_magnitude(dtype)
+        factor = factorize(hessian, 0.01)
+        assert factor is not None and factor.upper.dtype == dtype
+        kept, mask = prune_columns(weight, factor.upper, None, Pattern(2, 4), 16, torch.bfloat16)
+        assert kept.dtype == dtype and torch.equal(kept, kept.bfloat16().to(dtype))
+        assert refit_columns(weight, kept, mask, hessian, 0.01).dtype == dtype

@@ -1,6 +1,6 @@
 """SparseGPT (arXiv 2301.00774): prune group by group of columns, what is lost made up for by the columns that follow.
 
-With gptq behind it both are one pass over the columns (section 3.5): `joint`.
+With gptq behind it both may work at once, which loses less than one after the other: `joint`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NEEDS = frozenset({"hessian"})
 class Config(BaseModel):
     """damping: share of the mean Hessian diagonal added to it. block_size: columns per lazy update.
 
-    joint: where gptq quantizes the same layer, one pass does both, under gptq's settings.
+    joint: where gptq quantizes the same layer, it does both, under its own settings and one factor of the Hessian.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -32,7 +32,8 @@ class Config(BaseModel):
 
 
 def prune(weight: Tensor, stats: InputStats | None, pattern: Pattern, config: Config, dtype: torch.dtype) -> Pruned:
-    """Prune `weight` float32 [N, K] against the Hessian of `stats`; kept values are rounded to `dtype`.
+    """Prune `weight` [N, K], float32 or float64 as the Hessian is, against the Hessian of `stats`; kept values are
+    rounded to `dtype`.
 
     Where the Hessian cannot be factored even at full damping, weights are pruned by magnitude and `fallback` says so.
     """

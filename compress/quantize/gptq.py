@@ -17,18 +17,19 @@ from compress.formats.pattern import Pattern, keep_largest
 from compress.quantize import Solved
 from compress.quantize.scales import Search, choose_scales, round_to_grid
 from compress.solver import (
-    Choice,
     Factor,
     back_in_order,
     factorize,
     pivot_costs,
     prune_columns,
+    refit_columns,
     solve_columns,
     visiting_order,
 )
 from compress.stats import InputStats
 
 NEEDS = frozenset({"hessian"})
+REFITS = 2  # of what SparseGPT keeps: on a language model they take 12 and 2 % of the error, a third less than 1 %
 
 
 class Config(BaseModel):
@@ -50,12 +51,11 @@ def quantize(
     scale_dtype: torch.dtype,
     sparsity: Pattern | Tensor | None = None,
 ) -> Solved:
-    """Put `weight` float32 [N, K] on `grid` against the Hessian of `stats`.
+    """Put `weight` [N, K], float32 or float64 as the Hessian is, on `grid` against the Hessian of `stats`.
 
-    sparsity: a mask bool [N, K] to be held, or a pattern whose mask is chosen on the way: SparseGPT and GPTQ in one
-    pass over the columns (arXiv 2301.00774, section 3.5), where what is lost to pruning and to rounding is made up for
-    together. Scales follow the kept values: with a pattern, those that pruning alone would leave, which have made up
-    for the others and are larger than they began.
+    sparsity: a mask bool [N, K] to be held, or a pattern: SparseGPT and GPTQ under one factor of the Hessian. Unlike a
+    stage that is handed a pruned weight, this one knows what the outputs were before: what SparseGPT keeps is refitted
+    to it, early columns making up for late ones, then scales are chosen for it and it is rounded under its mask.
     Where the Hessian cannot be factored even at full damping, the weight is rounded to nearest (and pruned by
     magnitude), and `fallback` says so.
     """
@@ -74,15 +74,15 @@ def quantize(
             fallback="Hessian not positive definite at full damping: rounded to nearest"
             + (", pruned by magnitude" if isinstance(sparsity, Pattern) else ""),
         )
-    kept = weight
+    mask = sparsity if isinstance(sparsity, Tensor) else None
     if isinstance(sparsity, Pattern):
-        kept, _ = prune_columns(weight, factor.upper, order, sparsity, config.block_size, torch.float32)
-    elif sparsity is not None:
-        kept = weight * sparsity
+        kept, mask = prune_columns(weight, factor.upper, order, sparsity, config.block_size, weight.dtype)
+        for _ in range(REFITS):
+            kept = refit_columns(weight, kept, mask, stats.hessian, factor.damping, config.block_size)
+        weight = kept
     costs = pivot_costs(factor.upper, order)
-    scale, zero = choose_scales(kept, grid, config.search, scale_dtype, costs)
-    columns = Columns(factor, order, config.block_size)
-    q, mask = _solve(weight, columns, (scale, zero), grid, sparsity)
+    scale, zero = choose_scales(weight if mask is None else weight * mask, grid, config.search, scale_dtype, costs)
+    q = _solve(weight, Columns(factor, order, config.block_size), (scale, zero), grid, mask)
     return Solved(Quantized(q, scale, zero, mask=mask), damping=factor.damping)
 
 
@@ -95,22 +95,16 @@ class Columns(NamedTuple):
 
 
 def _solve(
-    weight: Tensor,
-    columns: Columns,
-    steps: tuple[Tensor, Tensor | None],
-    grid: Grid,
-    sparsity: Pattern | Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Integers int8 [N, K] for `weight` [N, K] under fixed scales and zero points [N, G], and the mask they follow."""
+    weight: Tensor, columns: Columns, steps: tuple[Tensor, Tensor | None], grid: Grid, mask: Tensor | None
+) -> Tensor:
+    """Integers int8 [N, K] for `weight` [N, K] under fixed scales and zero points [N, G], zero outside of `mask`."""
     rows, count = weight.shape
     visit = torch.arange(count, device=weight.device) if columns.order is None else columns.order
-    scale = steps[0].T.float().contiguous()  # [G, N]: one contiguous row per group
-    zero = None if steps[1] is None else steps[1].T.float().contiguous()
+    scale = steps[0].T.to(weight.dtype).contiguous()  # [G, N]: one contiguous row per group
+    zero = None if steps[1] is None else steps[1].T.to(weight.dtype).contiguous()
     group_of = (visit // (count // len(scale))).tolist()
     integers = torch.empty(count, rows, dtype=torch.int8, device=weight.device)
-    choice = Choice(sparsity, columns.factor.upper, rows) if isinstance(sparsity, Pattern) else None
-    held = sparsity.T[visit] if isinstance(sparsity, Tensor) else None
-    mask = held if choice is None else choice.mask
+    held = None if mask is None else mask.T[visit]
 
     def decide(j: int, values: Tensor) -> Tensor:
         group = group_of[j]
@@ -118,10 +112,10 @@ def _solve(
         if zero is not None:
             q.add_(zero[group])
         q.round_().clamp_(grid.minimum, grid.maximum)
-        if mask is not None:
-            q.mul_(mask[j])
+        if held is not None:
+            q.mul_(held[j])
         integers[j] = q
         return (q if zero is None else q.sub_(zero[group])).mul_(scale[group])
 
-    solve_columns(weight.T[visit], columns.factor.upper, decide, columns.block_size, choice)
-    return back_in_order(integers, visit), None if mask is None else back_in_order(mask, visit)
+    solve_columns(weight.T[visit], columns.factor.upper, decide, columns.block_size)
+    return back_in_order(integers, visit)

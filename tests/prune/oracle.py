@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from compress.formats.grid import Grid
 from compress.formats.pattern import Pattern
+from compress.quantize import gptq
 from compress.quantize.scales import choose_scales
 from compress.stats import InputStats
 from tests.test_solver import correlated_hessian
@@ -23,8 +25,8 @@ def weight() -> Tensor:
     return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(3))
 
 
-def stats() -> InputStats:
-    return InputStats(tokens=400, hessian=correlated_hessian(COLUMNS))
+def stats(dtype: torch.dtype = torch.float32) -> InputStats:
+    return InputStats(tokens=400, hessian=correlated_hessian(COLUMNS).to(dtype))
 
 
 def loss(w: Tensor, decided: Tensor) -> float:
@@ -51,35 +53,68 @@ def slow_columns(
     """One column at a time in float64, H^-1 eliminated explicitly: decided weight [N, K] and mask.
 
     A group's mask is chosen when its first column is reached, by w^2 over what H^-1 has left of each column's diagonal
-    once the columns before it are gone.
+    once the columns before it are gone. With a grid, what is kept is refitted before scales are chosen for it, and is
+    rounded in a second pass under its mask.
     """
-    hessian = correlated_hessian(COLUMNS)
-    h = hessian.double() + damping * hessian.double().diagonal().mean() * torch.eye(COLUMNS).double()
-    inverse, work = torch.linalg.inv(h), w.double().clone()
-    left = torch.zeros(COLUMNS, dtype=torch.float64)
-    rest = inverse.clone()
-    for j in order:
-        left[j] = rest[j, j]
-        rest = rest - rest[:, j : j + 1] * rest[j : j + 1] / rest[j, j]
-    scale = torch.ones(ROWS, 1)
-    if grid is not None:
-        alone, _ = slow_columns(w, pattern, order, None, damping)
-        scale, _ = choose_scales(alone.float(), grid, "mse", torch.float32, (1 / left).float())
-    size = COLUMNS // scale.shape[1]
+    left = _pivots(damping, order)
     mask = torch.zeros(ROWS, COLUMNS, dtype=torch.bool)
-    decided = torch.zeros_like(work)
-    for place, j in enumerate(order):
+
+    def prune(place: int, work: Tensor) -> Tensor:
         if place % pattern.of == 0:
             group = order[place : place + pattern.of]
             mask[:, group] = best_mask(work[:, group].square() / left[group], pattern)
-        value = work[:, j] * mask[:, j]
-        if grid is not None:
-            s = scale[:, j // size].double()
-            value = (value / s).round().clamp(grid.minimum, grid.maximum) * s
-        decided[:, j] = value
-        work -= ((work[:, j] - value) / inverse[j, j])[:, None] * inverse[j]
+        return work[:, order[place]] * mask[:, order[place]]
+
+    pruned = _eliminated(w.double(), damping, order, prune)
+    if grid is None:
+        return pruned, mask
+    kept = slow_refit(w.double(), pruned, mask, damping, gptq.REFITS)
+    scale, _ = choose_scales(kept, grid, "mse", torch.float32, 1 / left)
+    size = COLUMNS // scale.shape[1]
+
+    def rounded(place: int, work: Tensor) -> Tensor:
+        j = order[place]
+        s = scale[:, j // size].double()
+        return (work[:, j] * mask[:, j] / s).round().clamp(grid.minimum, grid.maximum) * s
+
+    return _eliminated(kept, damping, order, rounded), mask
+
+
+def slow_refit(w: Tensor, pruned: Tensor, mask: Tensor, damping: float, sweeps: int) -> Tensor:
+    """Every kept weight in turn moved to where the error, all others as they stand, is least: the root of a parabola's
+    slope, the slope taken from scratch."""
+    damped, fitted = _damped(damping), pruned.clone()
+    for _ in range(sweeps):
+        for j in range(COLUMNS):
+            slope = (w - fitted) @ damped[:, j]
+            fitted[:, j] += mask[:, j] * slope / damped[j, j]
+    return fitted
+
+
+def _damped(damping: float) -> Tensor:
+    hessian = correlated_hessian(COLUMNS).double()
+    return hessian + damping * hessian.diagonal().mean() * torch.eye(COLUMNS).double()
+
+
+def _pivots(damping: float, order: list[int]) -> Tensor:
+    """What H^-1 has left of each column's diagonal once the columns before it are gone."""
+    rest = torch.linalg.inv(_damped(damping))
+    left = torch.zeros(COLUMNS, dtype=torch.float64)
+    for j in order:
+        left[j] = rest[j, j]
+        rest = rest - rest[:, j : j + 1] * rest[j : j + 1] / rest[j, j]
+    return left
+
+
+def _eliminated(w: Tensor, damping: float, order: list[int], decide: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """The weight [N, K] after every column was decided by decide(place in order, weight as it stands then)."""
+    inverse, work = torch.linalg.inv(_damped(damping)), w.clone()
+    decided = torch.zeros_like(work)
+    for place, j in enumerate(order):
+        decided[:, j] = decide(place, work)
+        work -= ((work[:, j] - decided[:, j]) / inverse[j, j])[:, None] * inverse[j]
         inverse = inverse - inverse[:, j : j + 1] * inverse[j : j + 1] / inverse[j, j]
-    return decided, mask
+    return decided
 
 
 def visited(pattern: Pattern, activation_order: bool) -> list[int]:

@@ -13,32 +13,41 @@ from compress.stats import InputStats
 from tests.prune.oracle import COLUMNS, HALF, PATTERNS, best_mask, loss, slow_columns, stats, visited, weight
 from tests.test_solver import correlated_hessian
 
+# float32 agrees as far as its sums do; in float64 the solver is the oracle but for the order of its sums.
+DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-9)], ids=str)
+
 
 @PATTERNS
 @pytest.mark.parametrize("activation_order", [True, False])
 @pytest.mark.parametrize("block_size", [16, 128])
-def test_sparsegpt_agrees_with_the_slow_oracle(pattern: Pattern, activation_order: bool, block_size: int) -> None:
+@DTYPES
+def test_sparsegpt_agrees_with_the_slow_oracle(
+    pattern: Pattern, activation_order: bool, block_size: int, dtype: torch.dtype, tolerance: float
+) -> None:
     config = sparsegpt.Config(activation_order=activation_order, block_size=block_size)
-    pruned = sparsegpt.prune(weight(), stats(), pattern, config, torch.float32)
+    pruned = sparsegpt.prune(weight().to(dtype), stats(dtype), pattern, config, dtype)
     oracle, mask = slow_columns(weight(), pattern, visited(pattern, activation_order), None, config.damping)
     assert torch.equal(pruned.mask, mask) and follows(pruned.mask, pattern)
-    assert float((pruned.weight - oracle).abs().max()) < 1e-5
-    assert loss(weight(), pruned.weight) == pytest.approx(loss(weight(), oracle), rel=1e-5)
+    assert pruned.weight.dtype == dtype
+    assert float((pruned.weight - oracle).abs().max()) < tolerance
+    assert loss(weight(), pruned.weight) == pytest.approx(loss(weight(), oracle), rel=tolerance)
     assert not bool(pruned.weight[~pruned.mask].any())
 
 
 @PATTERNS
 @pytest.mark.parametrize("activation_order", [True, False])
-def test_the_joint_pass_agrees_with_the_slow_oracle(pattern: Pattern, activation_order: bool) -> None:
-    grid, config = Grid(4, True, 32), gptq.Config(activation_order=activation_order)
-    solved = gptq.quantize(weight(), stats(), grid, config, torch.float32, pattern)
-    mine = dequantize(solved.quantized)
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_the_joint_pass_agrees_with_the_slow_oracle(pattern: Pattern, activation_order: bool, block_size: int) -> None:
+    grid, config = Grid(4, True, 32), gptq.Config(activation_order=activation_order, block_size=block_size)
+    wide = gptq.quantize(weight().double(), stats(torch.float64), grid, config, torch.float32, pattern).quantized
     oracle, mask = slow_columns(weight(), pattern, visited(pattern, activation_order), grid, config.damping)
-    assert solved.quantized.mask is not None and follows(solved.quantized.mask, pattern)
+    assert wide.mask is not None and torch.equal(wide.mask, mask) and follows(mask, pattern)
+    assert loss(weight(), dequantize(wide)) == pytest.approx(loss(weight(), oracle), rel=1e-6)
+    assert not bool(wide.q[~mask].any())
+    narrow = gptq.quantize(weight(), stats(), grid, config, torch.float32, pattern).quantized
     # A value at a tie may be rounded the other way in float32, and what follows then differs: the loss is the same.
-    assert float((solved.quantized.mask == mask).float().mean()) > 0.98
-    assert loss(weight(), mine) == pytest.approx(loss(weight(), oracle.float()), rel=0.02)
-    assert not bool(solved.quantized.q[~solved.quantized.mask].any())
+    assert narrow.mask is not None and float((narrow.mask == mask).float().mean()) > 0.98
+    assert loss(weight(), dequantize(narrow)) == pytest.approx(loss(weight(), oracle), rel=0.02)
 
 
 def test_each_method_loses_less_than_the_one_before() -> None:
@@ -56,13 +65,14 @@ def test_each_method_loses_less_than_the_one_before() -> None:
 
 
 def test_a_joint_pass_loses_less_than_two() -> None:
+    """It knows what the outputs were before pruning, which the second of two stages does not."""
     grid, config = Grid(4, True, 32), gptq.Config()
     joint = gptq.quantize(weight(), stats(), grid, config, torch.float32, HALF)
     pruned = sparsegpt.prune(weight(), stats(), HALF, sparsegpt.Config(), torch.float32)
     after = gptq.quantize(pruned.weight, stats(), grid, config, torch.float32, pruned.mask)
     assert torch.equal(after.quantized.mask, pruned.mask)  # type: ignore[arg-type]
     assert not bool(after.quantized.q[~pruned.mask].any())
-    assert loss(weight(), dequantize(joint.quantized)) <= loss(weight(), dequantize(after.quantized))
+    assert loss(weight(), dequantize(joint.quantized)) < 0.9 * loss(weight(), dequantize(after.quantized))
 
 
 def test_kept_values_are_rounded_as_they_are_stored() -> None:

@@ -72,6 +72,8 @@ def test_agrees_with_the_slow_oracle(grid: Grid, activation_order: bool) -> None
     assert float((mine - oracle).abs().lt(1e-6).float().mean()) > 0.95
     assert output_db(weight(), mine, hessian) == pytest.approx(output_db(weight(), oracle, hessian), abs=0.1)
     assert solved.damping == config.damping and solved.fallback is None
+    wide = gptq.quantize(weight().double(), stats(hessian.double()), grid, config, torch.float32)
+    assert torch.equal(dequantize(wide.quantized), oracle), "in float64 no value falls to the other side"
 
 
 def test_floor_in_decibels() -> None:
