@@ -218,13 +218,23 @@ def _is_router(name: str) -> bool:
 
 def _transform(stage: Stage, skeleton: Skeleton, chosen: Sequence[str]) -> TransformTask:
     wanted = set(chosen)
+    permutes = _permutes(stage)
     found = {
-        index: tuple(pair for pair in pairs(skeleton, index) if wanted.issuperset(pair.consumers))
+        index: tuple(
+            pair
+            for pair in pairs(skeleton, index)
+            if wanted.issuperset(pair.consumers) and (pair.kind == "linear" or not permutes)
+        )
         for index in range(len(skeleton.blocks))
     }
     if not any(found.values()):
         raise InputError(f"{stage.where}: no pair of layers has all its consumers among the targets: widen them", USAGE)
     return TransformTask(stage, found)
+
+
+def _permutes(stage: Stage) -> bool:
+    """Whether a transform moves channels, which only pairs of linear layers allow and only masks reward."""
+    return hasattr(methods.find("transform", stage.method), "order")
 
 
 def _in_front_of(
@@ -234,18 +244,24 @@ def _in_front_of(
 
     Also a note, if any, about the pairs that it leaves out although some of their layers are quantized.
     """
-    rounded = {name for name, layer in layers.items() if layer.scheme.grid.bits != FLOAT_BITS}
-    kept = {index: tuple(p for p in found if rounded >= set(p.consumers)) for index, found in task.pairs.items()}
     stage = task.stage
+    if _permutes(stage):
+        rounded = {name for name, layer in layers.items() if layer.scheme.pattern == sparse24.PATTERN}
+        served, serves = f"pruned to {sparse24.PATTERN}", f"prunes to {sparse24.PATTERN}"
+    else:
+        rounded = {name for name, layer in layers.items() if layer.scheme.grid.bits != FLOAT_BITS}
+        served, serves = "quantized", "quantizes"
+    kept = {index: tuple(p for p in found if rounded >= set(p.consumers)) for index, found in task.pairs.items()}
     if not any(kept.values()):
-        raise InputError(f"{stage.where}: none of its layers is quantized by a later stage: leave it out", USAGE)
-    possible = [(index, pair) for index in kept for pair in pairs(skeleton, index)]
+        raise InputError(f"{stage.where}: none of its layers is {served} by a later stage: leave it out", USAGE)
+    linear = _permutes(stage)
+    possible = [(i, pair) for i in kept for pair in pairs(skeleton, i) if pair.kind == "linear" or not linear]
     dropped = [pair for index, pair in possible if pair not in kept[index] and not rounded.isdisjoint(pair.consumers)]
     if not dropped:
         return TransformTask(stage, kept), []
     note = (
         f"{stage.where}: {stage.method} leaves {len(dropped)} of {len(possible)} pairs alone, whose layers it does not "
-        f"name or no later stage quantizes ({dropped[0].producer} with {', '.join(dropped[0].consumers)}, ...)"
+        f"name or no later stage {serves} ({dropped[0].producer} with {', '.join(dropped[0].consumers)}, ...)"
     )
     return TransformTask(stage, kept), [note]
 

@@ -83,10 +83,36 @@ class Block:
         if pair.repeat > 1:
             sources = head_sources(consumers[0].shape[1], pair.repeat, pair.head_size).to(consumers[0].device)
         method = methods.find("transform", stage.method)
+        if hasattr(method, "order"):
+            size = pair.head_size if pair.repeat * pair.head_size > 1 else consumers[0].shape[1]
+            order = method.order(consumers, self.stats[group], stage.settings, (pair.repeat, size))
+            self.stats[group] = self.stats[group].permuted(self.permute(pair, order))
+            self._touch(pair, stage)
+            return
         scale = method.scale(consumers, self.stats[group], rounding, stage.settings, sources)
         self.stats[group] = self.stats[group].scaled(self.fold(pair, scale, kept))
+        self._touch(pair, stage)
+
+    def _touch(self, pair: Pair, stage: Stage) -> None:
         for name in pair.consumers:
             self.touched[name] = (*self.touched.get(name, ()), stage.method)
+
+    def permute(self, pair: Pair, order: Tensor) -> Tensor:
+        """Put the channels of a linear pair into `order` int64 [units, size], within each unit; the function stays.
+
+        Returns the order of the consumers' columns, int64 [K]: each unit feeds `repeat` heads, which all follow.
+        """
+        units, size = order.shape
+        start = torch.arange(units, device=order.device)[:, None] * size
+        rows = (start + order).flatten()
+        columns = _follow(order, pair.repeat)
+        for producer in (pair.producer, *pair.gates):
+            for name in (f"{producer}.weight", f"{producer}.bias"):
+                if name in self.weights:
+                    self.weights[name] = self.weights[name][rows]
+        for consumer in pair.consumers:
+            self.weights[f"{consumer}.weight"] = self.weights[f"{consumer}.weight"][:, columns]
+        return columns
 
     @property
     def stale(self) -> Needs:
@@ -175,6 +201,13 @@ class Block:
     def remaining(self) -> dict[str, Tensor]:
         """Tensors that stayed off the grid, in the dtypes they are stored in."""
         return {name: weight.to(self.dtypes[name]).cpu() for name, weight in self.weights.items()}
+
+
+def _follow(order: Tensor, repeat: int) -> Tensor:
+    """The columns, int64 [K], of heads that read the units of `order` [units, size], `repeat` of them each."""
+    units, size = order.shape
+    heads = torch.arange(units * repeat, device=order.device).view(units, repeat, 1) * size
+    return (heads + order[:, None]).flatten()
 
 
 def solve(task: LayerTask, weight: Tensor, stats: InputStats | None, scale_dtype: torch.dtype) -> Solved:

@@ -26,6 +26,7 @@ class Pair:
 
     kind "norm": the producer is a norm with weight [K], applied as (offset + weight) * normalized. kind "linear": a
     linear layer with weight [K / repeat, ...], each of whose heads of `head_size` outputs feeds `repeat` query heads.
+    gates: linear layers whose outputs are multiplied with the producer's, channel by channel.
     """
 
     producer: str
@@ -34,6 +35,7 @@ class Pair:
     offset: float = 0.0
     repeat: int = 1
     head_size: int = 1
+    gates: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ def pairs(skeleton: Skeleton, index: int) -> list[Pair]:
         Pair(f"{block}.input_layernorm", attention, "norm", family.norm_offset),
         Pair(attention[2], (f"{block}.self_attn.o_proj",), "linear", repeat=repeat, head_size=head_size),
         Pair(f"{block}.{family.mlp_norm}", mlp, "norm", family.norm_offset),
-        Pair(mlp[1], (f"{block}.mlp.down_proj",), "linear"),
+        Pair(mlp[1], (f"{block}.mlp.down_proj",), "linear", gates=mlp[:1]),
     ]
 
 

@@ -43,6 +43,17 @@ class InputStats:
             outlier_share=None,
         )
 
+    def permuted(self, order: Tensor) -> InputStats:
+        """Statistics of x[order], for `order` int64 [K]."""
+        return replace(
+            self,
+            absmax=None if self.absmax is None else self.absmax[order],
+            mean_abs=None if self.mean_abs is None else self.mean_abs[order],
+            mean_square=None if self.mean_square is None else self.mean_square[order],
+            hessian=None if self.hessian is None else self.hessian[order][:, order],
+            outlier_share=None if self.outlier_share is None else self.outlier_share[order],
+        )
+
 
 # Columns per strip of the Hessian: only the strips' parts on and above the diagonal are computed.
 STRIP = 288

@@ -3,6 +3,9 @@
 A smoothing transform moves a scale s [K] between a producer and its consumers: the producer's output is divided by s,
 the consumers' input columns are multiplied by it. Its module says which s: `scale(weights, stats, rounding, config,
 sources) -> s`. Folding s into the weights is the walk's part.
+
+A permuting transform moves channels: `order(weights, stats, config, heads) -> int64 [units, size]`. It knows linear
+pairs alone, and serves pruned consumers alone.
 """
 
 from __future__ import annotations
