@@ -293,8 +293,10 @@ def _block_bytes(index: int, skeleton: Skeleton, assignment: Assignment, batch: 
         size = sum(prod(shapes[name]) for name in group if name in assignment.layers)
         square = 4 * shapes[group[0]][1] ** 2 if "hessian" in needs else 0
         hessians += square
-        # Two matrices for the factor beside the Hessian; the group's weights as read, as solved, and as integers.
-        solver = max(solver, 3 * square + 12 * size)
+        # Two matrices for the factor beside the Hessian; the group's weights as read, as solved, and as integers; where
+        # they are pruned too, what is kept, its gradient and the mask.
+        pruned = any(assignment.layers[name].prune is not None for name in group if name in assignment.layers)
+        solver = max(solver, 3 * square + (20 if pruned else 12) * size)
     return weights + hessians + max(solver, batch)
 
 

@@ -31,8 +31,8 @@ class Config(BaseModel):
 
     epochs: int = Field(default=2, ge=1)
     batch: int = Field(default=4, ge=1)
-    learning_rate: float = Field(default=3e-4, gt=0, allow_inf_nan=False)
-    scale_rate: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    learning_rate: float = Field(default=5e-3, gt=0, allow_inf_nan=False)
+    scale_rate: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     inputs: Literal["compressed", "float", "mix"] = "compressed"
     held_out: float = Field(default=0.125, gt=0, lt=1)
     seed: int = Field(default=0, ge=0)

@@ -278,11 +278,13 @@ class _Recovery:
                 loss = self._losses(index, block, source, streams.teacher, batch).mean()
                 if not math.isfinite(loss.item()):
                     raise InputError(
-                        f"block_output: {name}: step {step + 1} of {steps}, on batch {batch}, has a loss of {loss.item()} "
-                        f"(the {index} blocks before it are finished): lower learning_rate"
+                        f"block_output: {name}: step {step + 1} of {steps}, on batch {batch}, has a loss of "
+                        f"{loss.item()} (the {index} blocks before it are finished): lower learning_rate"
                     )
                 optimizer.zero_grad()
                 loss.backward()
+                if step == 0:
+                    _drop_noise(block)
                 optimizer.step()
                 step += 1
             error = self._held_out_error(index, block, streams)
@@ -311,6 +313,14 @@ def _optimizer(block: BlockStudent, settings: Config) -> torch.optim.AdamW:
     rate = settings.learning_rate
     groups = [{"params": others, "peak": rate}, {"params": scales, "peak": rate * settings.scale_rate}]
     return torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True)
+
+
+def _drop_noise(block: BlockStudent) -> None:
+    """Forget the first gradients of scales: every weight still stands on its grid point, so that they are sums of float
+    rounding, which Adam would blow up to whole steps."""
+    for layer in block.layers.values():
+        if layer.scale is not None:
+            layer.scale.grad = None
 
 
 def _decibels(error: float) -> float:

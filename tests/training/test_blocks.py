@@ -161,8 +161,9 @@ def by_hand(folder: Path, teacher: Path, steps: int, settings: Config) -> dict[s
             step = leaves[f"{module}.scale"] * signs[module]
             step = step + (step.bfloat16().float() - step).detach()
             ratio = one.view(*step.shape, -1) / step.unsqueeze(-1)
-            bounded = ratio.clamp(-128, 127)
-            rounded = bounded + (ratio.round().clamp(-128, 127) - bounded).detach()
+            reached = ratio.detach().round().clamp(-128, 127)
+            followed = torch.where(reached == ratio.detach().round(), ratio, reached)
+            rounded = followed + (reached - followed).detach()
             mask = packed[module].mask
             assert mask is not None
             made[name] = (rounded * step.unsqueeze(-1)).view_as(one) * mask
@@ -183,12 +184,17 @@ def by_hand(folder: Path, teacher: Path, steps: int, settings: Config) -> dict[s
         with torch.no_grad():
             for name, one in leaves.items():
                 first, second = moments[name]
+                scale = name.endswith(".scale")
+                count = step if scale else step + 1
                 assert one.grad is not None
+                if count == 0:  # on the grid, where a scale has no gradient but rounding
+                    assert one.grad.abs().max() < 1e-5
+                    continue
                 first.lerp_(one.grad, 1 - BETAS[0])
                 second.lerp_(one.grad.square(), 1 - BETAS[1])
-                corrected = first / (1 - BETAS[0] ** (step + 1))
-                size = (second / (1 - BETAS[1] ** (step + 1))).sqrt() + 1e-8
-                one -= rate * (settings.scale_rate if name.endswith(".scale") else 1) * corrected / size
+                corrected = first / (1 - BETAS[0] ** count)
+                size = (second / (1 - BETAS[1] ** count)).sqrt() + 1e-8
+                one -= rate * (settings.scale_rate if scale else 1) * corrected / size
     return {name: value.detach() for name, value in effective().items()}
 
 

@@ -18,6 +18,12 @@ static inline Floats load_number(const void* from, int64_t index, int32_t type) 
     return load(static_cast<const float*>(from) + index);
 }
 
+// Where the scales of a panel's 16 rows start for the columns of activation group `group`.
+static inline int64_t scale_index(const Linear& linear, int64_t panel, int64_t group) {
+    const int64_t groups = linear.padded_columns / linear.scale_group;
+    return (panel * groups + group * linear.group / linear.scale_group) * LANES;
+}
+
 // What turns a group's sums of integer products with 16 rows of the weight into floats.
 struct GroupScale {
     Floats scale, offset;
@@ -27,8 +33,7 @@ struct GroupScale {
     // Stored integers lie `above` the signed ones.
     GroupScale(const Linear& linear, int64_t panel, int64_t group, int32_t above)
         : whole(above), symmetric(linear.zero == nullptr) {
-        const int64_t groups = linear.padded_columns / linear.scale_group;
-        const int64_t at = (panel * groups + group * linear.group / linear.scale_group) * LANES;
+        const int64_t at = scale_index(linear, panel, group);
         scale = load_number(linear.scale, at, linear.scale_type);
         offset = splat(static_cast<float>(above));
         if (!symmetric) offset = add(offset, load_int8(linear.zero + at));
@@ -43,6 +48,29 @@ struct GroupScale {
         return fma(mul(exact, scale), splat(input.steps[static_cast<size_t>(index)]), total);
     }
 };
+
+// How far ahead of what is multiplied memory is asked for: each panel's bytes, and its scales in groups. Hardware stops
+// at a page's end and has to find every panel anew. Twice as far is slower again.
+constexpr int64_t BYTES_AHEAD = 1280, GROUPS_AHEAD = 4;
+
+// Ask for the BYTES bytes of a panel that come BYTES_AHEAD later, into the second-level cache: the first one is too
+// small for all that is under way. Only for a tile of WIDTH rows that is not full: rows that fill tiles are many, find
+// most panels in the cache and wait for arithmetic alone.
+template <int BYTES, int WIDTH>
+static inline void ask_for_weights(const void* panel) {
+    if constexpr (WIDTH < TILE)
+        for (int64_t byte = 0; byte < BYTES; byte += static_cast<int64_t>(CACHE_LINE))
+            __builtin_prefetch(static_cast<const uint8_t*>(panel) + BYTES_AHEAD + byte, 0, 2);
+}
+
+// The same for the scales that products of a group are multiplied by.
+template <int WIDTH>
+static inline void ask_for_scales(const Linear& linear, int64_t panel, int64_t group) {
+    const int64_t bytes = linear.scale_type == FLOAT32 ? 4 : 2;
+    if constexpr (WIDTH < TILE)
+        __builtin_prefetch(static_cast<const uint8_t*>(linear.scale) +
+                           (scale_index(linear, panel, group) + GROUPS_AHEAD * LANES) * bytes);
+}
 
 // Call task(part) for each of PARTS parts, known when compiled.
 template <int PARTS, int PART = 0, class Task>
@@ -68,6 +96,7 @@ static inline void multiply_integers(const Linear& linear, const Activations& in
         for (int m = 0; m < M; ++m)
             for (int p = 0; p < P; ++p) products[m][p] = Dot::zero();
         typename Dot::Surplus surplus[P] = {};
+        for (int p = 0; p < P; ++p) ask_for_scales<WIDTH>(linear, panel + p, group);
         for (int64_t block = 0; block < blocks; ++block, integers += Dot::COLUMNS / OCTET * HOP) {
             each_part<Dot::PARTS>([&](auto part) {
                 constexpr int PART = decltype(part)::value, COLUMN = Dot::COLUMNS / Dot::PARTS * PART;
@@ -80,7 +109,10 @@ static inline void multiply_integers(const Linear& linear, const Activations& in
                     }
                 }
             });
-            for (int p = 0; p < P; ++p) weights[p] += Dot::BYTES;
+            for (int p = 0; p < P; ++p) {
+                ask_for_weights<Dot::BYTES, WIDTH>(weights[p]);
+                weights[p] += Dot::BYTES;
+            }
         }
         for (int p = 0; p < P; ++p) {
             const GroupScale scale(linear, panel + p, group, Dot::OFFSET);
@@ -120,7 +152,11 @@ static inline void multiply_pairs(const uint16_t* panels, int64_t panel_size, co
                                   int64_t columns, Floats (&sums)[M][P]) {
     for (int64_t column = 0; column < columns; column += 2) {
         Floats even[P], odd[P];
-        for (int p = 0; p < P; ++p) load_pair(panels + p * panel_size + column * LANES, even[p], odd[p]);
+        for (int p = 0; p < P; ++p) {
+            const uint16_t* from = panels + p * panel_size + column * LANES;
+            load_pair(from, even[p], odd[p]);
+            ask_for_weights<2 * LANES * sizeof *from, M>(from);
+        }
         for (int m = 0; m < M; ++m) {
             const Floats first = splat(x[m][column]);
             for (int p = 0; p < P; ++p) sums[m][p] = fma(even[p], first, sums[m][p]);
