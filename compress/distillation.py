@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,8 @@ from compress.distill import HIDDEN_STATES, block_output
 from compress.distill.distributions import refuse_temperature
 from compress.distill.hidden_states import refuse_layers
 from compress.errors import USAGE, InputError
+from compress.kernels.exported import FOLDER as KERNELS
+from compress.model import build_skeleton
 from compress.model_card import model_card
 from compress.outcome import Outcome, float_manifest, read_outcome, recipe_fields
 from compress.phases import Past, stages_folder
@@ -89,11 +90,10 @@ def distill(part: Recipe, past: Past, device: torch.device, restart: bool, obser
         with main_first():
             return _by_blocks(stage, folders, sequences, past, Worker(device, restart and is_main(), observer))
     student = load_student(folders.student, stage.distillation.training, device)
-    teacher = load_network(folders.teacher, device)
-    _refuse_depth(stage, student.network, teacher)
+    teacher_vocabulary = build_skeleton(folders.teacher).dimensions.vocab_size
+    vocabulary = min(student.network.vocabulary, teacher_vocabulary)
     with main_first():
-        signal = _signal(stage, folders, sequences, (student.network, teacher), observer)
-    vocabulary = min(student.network.vocabulary, teacher.vocabulary)
+        signal = _signal(stage, folders, sequences, (student.network, vocabulary), observer)
     lesson = Lesson(sequences, held_out, signal, stage.terms, vocabulary)
     place = Place(folders.work, f"{past.mark} {sequences.sha256}")
     history = train(student, lesson, stage.distillation.training, place, observer)
@@ -195,25 +195,29 @@ def _sequences(
 
 
 def _signal(
-    stage: Stage, folders: Folders, sequences: Sequences, networks: tuple[Network, Network], observer: Observer
+    stage: Stage, folders: Folders, sequences: Sequences, student: tuple[Network, int], observer: Observer
 ) -> Signal:
-    """The teacher's side of a lesson. networks: of student and teacher."""
+    """The teacher's side of a lesson. student: its network, and the tokens that both know.
+
+    A teacher whose word is on the disk already is not loaded.
+    """
     assert stage.distillation is not None
-    settings = stage.distillation.teacher
-    vocabulary = min(network.vocabulary for network in networks)
-    online = OnlineTeacher(networks[1], vocabulary)
+    settings, (network, vocabulary) = stage.distillation.teacher, student
+    device = next(network.parameters()).device
     if settings.signal == "online":
-        return online
+        teacher = load_network(folders.teacher, device)
+        _refuse_depth(stage, network, teacher)
+        return OnlineTeacher(teacher, vocabulary)
     key = CacheKey(identity(open_checkpoint(folders.teacher)), sequences.sha256, settings.top_k, vocabulary)
     if not is_cached(folders.cache, key):
         write_cache(
             folders.cache,
             key,
-            online,
+            OnlineTeacher(load_network(folders.teacher, device), vocabulary),
             sequences,
             lambda done, total: observer.event("caching", done=done, total=total),
         )
-    return OfflineTeacher(open_cache(folders.cache, key), next(networks[0].parameters()).device)
+    return OfflineTeacher(open_cache(folders.cache, key), device)
 
 
 def _refuse_depth(stage: Stage, student: Network, teacher: Network) -> None:
@@ -260,5 +264,5 @@ def _manifest(student: Checkpoint, past: Past, row: dict[str, Any], written: Wri
 
 def _kernels(folder: Path) -> Files:
     """The kernels that a compressed student carries: trained weights of the same formats run on the same ones."""
-    found = (Path(place) / name for place, _, names in os.walk(folder / "kernels") for name in names)
+    found = sorted(file for file in (folder / KERNELS).rglob("*") if file.is_file())
     return {str(file.relative_to(folder)): file for file in found}
