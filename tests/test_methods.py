@@ -12,7 +12,7 @@ from compress.shrink import MEASURED
 
 def test_names_are_files_with_a_config() -> None:
     assert methods.names("quantize") == ["gptq", "llm_int8", "rtn"]
-    assert methods.names("transform") == ["awq", "smoothquant"]
+    assert methods.names("transform") == ["awq", "permute", "smoothquant"]
 
 
 INPUTS = {"absmax", "mean_abs", "mean_square", "hessian", "outliers"}

@@ -92,8 +92,10 @@ def decibels(folder: Path, teacher: Path) -> list[float]:
     found = []
     for one, other in zip(ours[1:], theirs[1:], strict=True):
         one, other = one.flatten(0, 1), other.flatten(0, 1)
-        ratios = [float((a - b).square().mean() / b.var(correction=0)) for a, b in zip(one, other, strict=True)]
-        found.append(-10 * math.log10(sum(ratios) / len(ratios)))
+        errors = [float((a - b).square().mean()) for a, b in zip(one, other, strict=True)]
+        variances = [float(b.var(correction=0)) for b in other]
+        ratios = [error / variance for error, variance in zip(errors, variances, strict=True)]
+        found.append(-10 * math.log10((sum(ratios) / len(ratios) + sum(errors) / sum(variances)) / 2))
     return found
 
 
@@ -179,7 +181,8 @@ def by_hand(folder: Path, teacher: Path, steps: int, settings: Config) -> dict[s
         given = {key: value for key, value in arguments.items() if key != "first"}
         output = functional_call(block, effective(), arguments["first"], given)
         output = output[0] if isinstance(output, tuple) else output
-        ((output - target).square().mean(-1) / target.var(-1, correction=0)).mean().backward()
+        error, variance = (output - target).square().mean(-1), target.var(-1, correction=0)
+        ((error / variance).mean() / 2 + error.mean() / variance.mean() / 2).backward()
         rate = settings.learning_rate * (1 + math.cos(math.pi * step / 4)) / 2
         with torch.no_grad():
             for name, one in leaves.items():
