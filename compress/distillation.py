@@ -23,7 +23,7 @@ from compress.model_card import model_card
 from compress.outcome import Outcome, float_manifest, read_outcome, recipe_fields
 from compress.phases import Past, stages_folder
 from compress.recipe import Recipe
-from compress.run_log import Logged, Observer
+from compress.run_log import Observer
 from compress.stage import Stage
 from compress.training.blocks import open_pair, recover_blocks
 from compress.training.data import Sequences, sequences_of
@@ -54,15 +54,13 @@ class Folders:
 
 def teacher_folder(recipe: Recipe, stage: Stage) -> Path:
     """The folder of a distill stage's teacher: by default the model that the whole recipe starts from."""
-    assert stage.distillation is not None
-    return Path(recipe.expand(stage.distillation.teacher.model or "{model}"))
+    return Path(recipe.expand(stage.distilling.teacher.model or "{model}"))
 
 
 def folders_of(part: Recipe, past: Past) -> Folders:
     """The folders of the distill phase `part`."""
     stage, output = part.stages[0], Path(str(past.recipe.output))
-    assert stage.distillation is not None
-    cache = stage.distillation.teacher.cache or str(output.parent / f"{output.name}.teacher")
+    cache = stage.distilling.teacher.cache or str(output.parent / f"{output.name}.teacher")
     return Folders(
         student=Path(str(part.model)),
         teacher=teacher_folder(past.recipe, stage),
@@ -79,24 +77,21 @@ def distill(part: Recipe, past: Past, device: torch.device, restart: bool, obser
     loss that is no longer finite, and a disk that is full.
     """
     stage, folders = part.stages[0], folders_of(part, past)
-    assert stage.distillation is not None
     folders.work.mkdir(parents=True, exist_ok=True)
-    if is_main():
-        observer = Logged(Path(str(past.recipe.output)), observer)
     with main_first():
         sequences, held_out = _sequences(stage, past.recipe, folders, device, observer)
     observer.event("tokens", **sequences.description)
     if isinstance(stage.settings, block_output.Config):
         with main_first():
             return _by_blocks(stage, folders, sequences, past, Worker(device, restart and is_main(), observer))
-    student = load_student(folders.student, stage.distillation.training, device)
+    student = load_student(folders.student, stage.distilling.training, device)
     teacher_vocabulary = build_skeleton(folders.teacher).dimensions.vocab_size
     vocabulary = min(student.network.vocabulary, teacher_vocabulary)
     with main_first():
         signal = _signal(stage, folders, sequences, (student.network, vocabulary), observer)
     lesson = Lesson(sequences, held_out, signal, stage.terms, vocabulary)
     place = Place(folders.work, f"{past.mark} {sequences.sha256}")
-    history = train(student, lesson, stage.distillation.training, place, observer)
+    history = train(student, lesson, stage.distilling.training, place, observer)
     row = _told(stage, lesson, history)
 
     def closing(tensors: Mapping[str, TensorInfo], sha256: Mapping[str, str]) -> Files:
@@ -140,10 +135,9 @@ def check(stage: Stage, teacher: Path, student: Path) -> None:
 
     Losses that an offline teacher cannot serve, a teacher that is missing, and one with another tokenizer.
     """
-    assert stage.distillation is not None
     if any(isinstance(term.settings, block_output.Config) for term in stage.terms):
         _refuse_beside_blocks(stage)
-    offline = stage.distillation.teacher.signal == "offline"
+    offline = stage.distilling.teacher.signal == "offline"
     for term in stage.terms:
         needs = methods.find("distill", term.method).NEEDS
         if offline and HIDDEN_STATES in needs:
@@ -160,8 +154,7 @@ def check(stage: Stage, teacher: Path, student: Path) -> None:
 
 def _refuse_beside_blocks(stage: Stage) -> None:
     """Raise InputError for settings of a block-by-block stage that only a training of the whole model heeds."""
-    told = stage.distillation
-    assert told is not None
+    told = stage.distilling
     other = {
         "mix": bool(told.mix),
         "data.records": told.data.records,
@@ -181,8 +174,7 @@ def _sequences(
     stage: Stage, recipe: Recipe, folders: Folders, device: torch.device, observer: Observer
 ) -> tuple[Sequences, int]:
     """All sequences of a stage, those that are held out last, and how many those are."""
-    assert stage.distillation is not None
-    data = stage.distillation.data
+    data = stage.distilling.data
     found = sequences_of(
         data,
         recipe.expand(data.source),
@@ -201,8 +193,7 @@ def _signal(
 
     A teacher whose word is on the disk already is not loaded.
     """
-    assert stage.distillation is not None
-    settings, (network, vocabulary) = stage.distillation.teacher, student
+    settings, (network, vocabulary) = stage.distilling.teacher, student
     device = next(network.parameters()).device
     if settings.signal == "online":
         teacher = load_network(folders.teacher, device)
@@ -229,14 +220,13 @@ def _refuse_depth(stage: Stage, student: Network, teacher: Network) -> None:
 
 def _told(stage: Stage, lesson: Lesson, history: History) -> dict[str, Any]:
     """What a manifest says of a training: nothing that differs between two runs of it."""
-    assert stage.distillation is not None
     return {
         "kind": "distill",
         "method": stage.method,
         "terms": [term.resolved() for term in stage.terms],
-        "teacher": stage.distillation.teacher.model_dump(mode="json"),
+        "teacher": stage.distilling.teacher.model_dump(mode="json"),
         "data": {**lesson.sequences.description, "held_out": lesson.held_out},
-        "training": stage.distillation.training.model_dump(mode="json"),
+        "training": stage.distilling.training.model_dump(mode="json"),
         "losses": history.losses,
         "held_out": [list(row) for row in history.held_out],
         "tokens": history.tokens,

@@ -66,9 +66,8 @@ def notes(recipe: Recipe, phases: Sequence[Phase], source: Source) -> list[str]:
 
 
 def _training_note(recipe: Recipe, stage: Stage) -> str:
-    assert stage.distillation is not None
-    data, training = stage.distillation.data, stage.distillation.training
-    teacher = f"teacher {teacher_folder(recipe, stage)}, {stage.distillation.teacher.signal}"
+    data, training = stage.distilling.data, stage.distilling.training
+    teacher = f"teacher {teacher_folder(recipe, stage)}, {stage.distilling.teacher.signal}"
     if isinstance(stage.settings, BlockOutput):
         extent = f"{stage.settings.epochs} epochs of {data.sequences} x {data.seqlen} tokens, one block in memory"
         return f"distill by {stage.method}: {extent}; {teacher}"

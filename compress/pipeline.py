@@ -13,8 +13,9 @@ import torch
 
 from compress import outline, sensitivity
 from compress.assignment import Assignment, assign
-from compress.checkpoint import quantization_config
-from compress.checkpoint.output import WORK, partial_folder, refuse_overlap
+from compress.checkpoint import manifest, quantization_config
+from compress.checkpoint.disk import explained
+from compress.checkpoint.output import WORK, partial_folder, refuse_overlap, tidy
 from compress.checkpoint.reader import Checkpoint, open_checkpoint
 from compress.checkpoint.source import Dequantized, Source, dequantized
 from compress.checkpoint.writer import Section, Writer, finished
@@ -98,11 +99,15 @@ def run(recipe: Recipe, options: RunOptions, observer: Observer) -> Outcome:
     device = pick_device(options.device)
     teachers = [open_checkpoint(teacher_folder(recipe, stage)) for stage in recipe.stages if stage.kind == DISTILL]
     past = Past(recipe, fingerprint(recipe, [source, *teachers], device))
-    if finished(output, past.mark, options.restart):
-        observer.event("complete", output=str(output))
-        return read_outcome(output)
-    outline.check(recipe, phases, source)
     folder = stages_folder(output)
+    if finished(output, past.mark, options.restart):
+        outcome = _checked(output)
+        _tidy_up(output, folder)
+        observer.event("complete", output=str(output))
+        return outcome
+    outline.check(recipe, phases, source)
+    if is_main():
+        observer = Logged(output, observer)
     with main_first():
         if options.restart and folder.exists() and is_main():
             shutil.rmtree(folder)
@@ -115,11 +120,24 @@ def run(recipe: Recipe, options: RunOptions, observer: Observer) -> Outcome:
         told = outcome.manifest
         past = replace(past, told=tuple(told.phases), source=told.source, nbytes=told.size["bytes_baseline"])
         model = target
-    with main_first():
-        if folder.exists():
-            shutil.rmtree(folder)
+    _tidy_up(output, folder)
     observer.event("finished", output=str(output))
     return outcome
+
+
+def _checked(output: Path) -> Outcome:
+    """The outcome in a finished folder. Raises InputError where the folder was changed since."""
+    outcome = read_outcome(output)
+    manifest.check(outcome.manifest, open_checkpoint(output))
+    return outcome
+
+
+def _tidy_up(output: Path, folder: Path) -> None:
+    """Remove what only an unfinished run needs, from the output and beside it."""
+    with main_first(), explained(output):
+        tidy(output)
+        if folder.exists():
+            shutil.rmtree(folder)
 
 
 def _run_phase(phase: Phase, part: Recipe, past: Past, options: RunOptions, observer: Observer) -> Outcome:
@@ -156,7 +174,6 @@ def _compress(recipe: Recipe, past: Past, options: RunOptions, observer: Observe
     sections = [Section(name, parts) for name, parts in job.plan.sections]
     shard_bytes = recipe.export.shard_bytes
     writer = Writer(output, sections, past.mark, shard_bytes, options.restart, room=job.plan.disk_bytes)
-    observer = Logged(output, observer)
     done = len(set(writer.done) & set(job.skeleton.blocks))
     observer.event("started", blocks=len(job.skeleton.blocks), done=done, device=str(device))
     if calibrated and tokens is None:

@@ -14,7 +14,7 @@ from compress.model_card import model_card
 from compress.outcome import Outcome, float_manifest, read_outcome
 from compress.phases import Past
 from compress.recipe import Recipe
-from compress.run_log import Logged, Observer
+from compress.run_log import Observer
 from compress.tokens import calibration_tokens
 from compress.training.cut import CutOptions, cut, needs
 
@@ -31,6 +31,7 @@ def shrink(part: Recipe, past: Past, device: torch.device, restart: bool, observ
         tokens = calibration_tokens(
             part, source, work, device, lambda done, total: observer.event("sampling", done=done, total=total)
         )
+        output.parent.mkdir(parents=True, exist_ok=True)
         observer.event("tokens", **tokens.description)
         ids = tokens.ids
 
@@ -40,8 +41,6 @@ def shrink(part: Recipe, past: Past, device: torch.device, restart: bool, observ
         found = float_manifest(past, source, tensors, sha256, {"kind": "shrink", **told})
         return {manifest.NAME: manifest.encode(found), "README.md": model_card(found)}
 
-    output.parent.mkdir(parents=True, exist_ok=True)
     options = CutOptions(device, restart, past.mark, closing)
-    observer = Logged(Path(str(past.recipe.output)), observer)
     cut(source.folder, part.stages, output, ids, options, observer)
     return read_outcome(output)

@@ -67,10 +67,15 @@ class Stage:
         return frozenset(methods.find(self.kind, self.method).NEEDS)
 
     @property
+    def distilling(self) -> Distillation:
+        """What a distill stage says beside its loss."""
+        assert self.distillation is not None, "of distill stages only"
+        return self.distillation
+
+    @property
     def terms(self) -> tuple[Term, ...]:
         """All losses of a distill stage, its own first."""
-        assert self.distillation is not None, "of distill stages only"
-        return (Term(self.method, self.settings, self.distillation.weight), *self.distillation.mix)
+        return (Term(self.method, self.settings, self.distilling.weight), *self.distilling.mix)
 
     def resolved(self) -> dict[str, Any]:
         """The stage as it would stand in a recipe, every default spelt out."""

@@ -125,6 +125,28 @@ def test_a_finished_recipe_does_nothing(model: Path, tiny_text: Path, tmp_path: 
     assert watch.events == ["complete"]
 
 
+def test_what_a_kill_at_the_very_end_leaves_is_removed(model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    body = stages(tiny_text, "depth", "distill")
+    output = do(model, tmp_path / "out", tiny_text, body)
+    before = contents(output)
+    (output / "work").mkdir()
+    (output / "journal.jsonl").write_text("")
+    (tmp_path / "out.stages" / "1-shrink").mkdir(parents=True)
+    do(model, output, tiny_text, body)
+    assert contents(output) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.log.jsonl"]
+
+
+def test_a_finished_folder_that_was_changed_is_named(model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    body = stages(tiny_text, "quantize")
+    output = do(model, tmp_path / "out", tiny_text, body)
+    told = json.loads((output / "lmpress.json").read_text())
+    told["tensors"].pop("lm_head.weight")
+    (output / "lmpress.json").write_text(json.dumps(told))
+    with pytest.raises(InputError, match="tensor 'lm_head.weight' is absent there"):
+        do(model, output, tiny_text, body)
+
+
 def test_a_student_is_a_plain_model(model: Path, tiny_text: Path, tmp_path: Path) -> None:
     output = do(model, tmp_path / "out", tiny_text, stages(tiny_text, "depth"))
     from transformers import AutoModelForCausalLM
@@ -166,9 +188,17 @@ def test_a_packed_student_learns_from_a_named_teacher(model: Path, tiny_text: Pa
 def test_the_log_tells_the_training(model: Path, tiny_text: Path, tmp_path: Path) -> None:
     do(model, tmp_path / "out", tiny_text, stages(tiny_text, "depth", "distill"))
     rows = [json.loads(line) for line in (tmp_path / "out.log.jsonl").read_text().splitlines()]
+    assert (rows[0]["kind"], rows[-1]["kind"]) == ("tokens", "finished")
     steps = [row for row in rows if row["kind"] == "training"]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert all(row["tokens_per_second"] > 0 and row["loss"] > 0 for row in steps)
+
+
+def test_one_log_tells_all_phases(model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    output = do(model, tmp_path / "out", tiny_text, stages(tiny_text, "quantize", "blocks"))
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "out.log.jsonl").read_text().splitlines()]
+    assert (kinds.count("block"), kinds.count("recovered"), kinds.count("finished")) == (3, 3, 1)
+    assert all(row["seconds"] is not None for row in report_on_files(output, model)["layers"])
 
 
 def test_two_processes_write_one_checkpoint(model: Path, tiny_text: Path, tmp_path: Path) -> None:
