@@ -218,13 +218,8 @@ def _is_router(name: str) -> bool:
 
 def _transform(stage: Stage, skeleton: Skeleton, chosen: Sequence[str]) -> TransformTask:
     wanted = set(chosen)
-    permutes = _permutes(stage)
     found = {
-        index: tuple(
-            pair
-            for pair in pairs(skeleton, index)
-            if wanted.issuperset(pair.consumers) and (pair.kind == "linear" or not permutes)
-        )
+        index: tuple(pair for pair in _pairs_for(stage, skeleton, index) if wanted.issuperset(pair.consumers))
         for index in range(len(skeleton.blocks))
     }
     if not any(found.values()):
@@ -235,6 +230,12 @@ def _transform(stage: Stage, skeleton: Skeleton, chosen: Sequence[str]) -> Trans
 def _permutes(stage: Stage) -> bool:
     """Whether a transform moves channels, which only pairs of linear layers allow and only masks reward."""
     return hasattr(methods.find("transform", stage.method), "order")
+
+
+def _pairs_for(stage: Stage, skeleton: Skeleton, index: int) -> list[Pair]:
+    """The pairs of block `index` that a transform can work on."""
+    permutes = _permutes(stage)
+    return [pair for pair in pairs(skeleton, index) if pair.kind == "linear" or not permutes]
 
 
 def _in_front_of(
@@ -254,8 +255,7 @@ def _in_front_of(
     kept = {index: tuple(p for p in found if rounded >= set(p.consumers)) for index, found in task.pairs.items()}
     if not any(kept.values()):
         raise InputError(f"{stage.where}: none of its layers is {served} by a later stage: leave it out", USAGE)
-    linear = _permutes(stage)
-    possible = [(i, pair) for i in kept for pair in pairs(skeleton, i) if pair.kind == "linear" or not linear]
+    possible = [(index, pair) for index in kept for pair in _pairs_for(stage, skeleton, index)]
     dropped = [pair for index, pair in possible if pair not in kept[index] and not rounded.isdisjoint(pair.consumers)]
     if not dropped:
         return TransformTask(stage, kept), []

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.activations import ActivationBuffer
-from compress.model import Skeleton
+from compress.checkpoint.source import Source
+from compress.model import Skeleton, materialized
 from compress.stats import InputStats, StatsAccumulator
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -94,6 +95,32 @@ def embed(
             buffer.append(first[0])
             arguments.setdefault(len(ids), list(recorded))
     return Calibration(buffer, arguments, dtype)
+
+
+def embed_from(
+    source: Source,
+    skeleton: Skeleton,
+    tokens: Tensor,
+    batch_size: int,
+    buffer: ActivationBuffer,
+    dtype: torch.dtype = torch.float32,
+) -> Calibration:
+    """`embed` of the model in `source`, of which only what may lie in front of the first block is in memory meanwhile.
+
+    Only the token table, by far the largest, stays in its stored dtype; what leaves it is float32.
+    """
+    table = f"{skeleton.embedding()[0]}.weight"
+    weights = {name: source.read(name) for name in skeleton.front_parameters()}
+    weights = {name: weight if name == table else weight.float() for name, weight in weights.items()}
+    with materialized(skeleton.model, weights, strict=False):
+        return embed(skeleton, tokens, batch_size, buffer, dtype)
+
+
+def block_weights(source: Source, skeleton: Skeleton, index: int, device: torch.device) -> dict[str, Tensor]:
+    """The float32 parameters of block `index`, by name within it."""
+    prefix = f"{skeleton.blocks[index]}."
+    names = [name for name, _ in skeleton.block(index).named_parameters()]
+    return {name: source.read(prefix + name).to(device, torch.float32) for name in names}
 
 
 def collect(

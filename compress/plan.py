@@ -11,6 +11,7 @@ import torch
 from compress.architecture import CACHE_BYTES, SAMPLING_CACHE_BYTES, kv_bytes_per_token
 from compress.assignment import Assignment, LayerTask, block_needs, scale_dtype
 from compress.checkpoint.agreement import refuse_extra, refuse_missing, refuse_shape, strangers
+from compress.checkpoint.layout import by_block
 from compress.checkpoint.source import Source, dominant_dtype
 from compress.errors import InputError
 from compress.formats import format_named, int8_outlier
@@ -93,7 +94,7 @@ def make_plan(recipe: Recipe, source: Source, skeleton: Skeleton, assignment: As
     stored_dtype = scale_dtype(recipe, model_dtype)
     build.check(wanted_kernels(assignment, stored_dtype), recipe.export.kernels, "recipe: field 'export.kernels'")
     derived, copied = _check_tensors(source, skeleton)
-    dropped = {**_duplicates(source, skeleton), **derived}
+    dropped = {**duplicates(source, skeleton), **derived}
     sparing = any(stage.keep_dense for stage in recipe.stages)
     wanted = assignment.needs_calibration or sparing
     tokens = recipe.calibration.samples * recipe.calibration.seqlen if wanted else 0
@@ -129,7 +130,7 @@ def make_plan(recipe: Recipe, source: Source, skeleton: Skeleton, assignment: As
     return Plan(
         assignment=assignment,
         rows=tuple(rows),
-        sections=_sections(skeleton.blocks, stored),
+        sections=tuple(by_block(skeleton.blocks, stored).items()),
         dropped=dropped,
         scale_dtype=stored_dtype,
         exact=all(task.scheme.threshold is None for task in assignment.layers.values()) and not undecided,
@@ -198,7 +199,7 @@ def _renamed_head(
     return {head: alike[0]} if alike else {}
 
 
-def _duplicates(source: Source, skeleton: Skeleton) -> dict[str, str]:
+def duplicates(source: Source, skeleton: Skeleton) -> dict[str, str]:
     """The output weight, where a tied checkpoint stores the embedding a second time: it need not be written.
 
     Raises InputError where the two differ: transformers would then run them untied, and other loaders would not.
@@ -237,19 +238,6 @@ def _row(name: str, shape: tuple[int, ...], task: LayerTask | None, sizes: tuple
     method, scheme = task.method, task.scheme
     group = f" g{scheme.grid.group_size}" if scheme.grid.group_size else ""
     return Row(name, shape, method, scheme.name + group, scheme.format, kernel, bits, *sizes)
-
-
-def _sections(blocks: list[str], stored: dict[str, dict[str, int]]) -> tuple[tuple[str, dict[str, int]], ...]:
-    """Stored tensors in writing order: what lies outside the blocks, each tensor alone, then block by block."""
-    inside: dict[str, dict[str, int]] = {block: {} for block in blocks}
-    outside: dict[str, dict[str, int]] = {}
-    for name, parts in stored.items():
-        owner = next((block for block in blocks if name.startswith(block + ".")), None)
-        if owner is None:
-            outside[name] = parts
-        else:
-            inside[owner].update(parts)
-    return (*outside.items(), *inside.items())
 
 
 def _peak_memory(recipe: Recipe, source: Source, skeleton: Skeleton, assignment: Assignment) -> int:

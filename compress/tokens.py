@@ -14,7 +14,6 @@ from torch import Tensor
 from compress import texts
 from compress.checkpoint.source import Source
 from compress.checkpoint.tokenizer import load_tokenizer
-from compress.errors import InputError
 from compress.recipe import Recipe
 
 SELF = "self"
@@ -72,23 +71,14 @@ def _self_written(
     recipe: Recipe, source: Source, work: Path, device: torch.device, progress: Callable[[int, int], None] | None
 ) -> Tensor:
     """Sequences that the uncompressed model samples from its start token at temperature 1."""
-    from compress.runtime.generate import sample_sequences
+    from compress.runtime.generate import sample_sequences, start_token
     from compress.runtime.load import load_model
 
     kept = work / KEPT
     if kept.exists():
         return load_file(kept)["ids"]
     wanted = recipe.calibration
-    config = source.config
-    start = config.get("bos_token_id")
-    if start is None:
-        start = config.get("eos_token_id")
-    start = start[0] if isinstance(start, list) else start
-    if not isinstance(start, int):
-        raise InputError(
-            f"{source.folder / 'config.json'}: has neither bos_token_id nor eos_token_id with which the model could "
-            "begin its own calibration text: name a text in calibration.source"
-        )
+    start = start_token(source.folder)
     model = load_model(source.folder, device)
     ids = sample_sequences(model, start, wanted.samples, wanted.seqlen, wanted.seed, progress=progress)
     if not work.parent.exists():  # Nothing has been begun that could be resumed.

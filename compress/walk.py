@@ -18,7 +18,7 @@ from torch import Tensor
 from compress.activations import ActivationBuffer
 from compress.assignment import Assignment, Group, LayerTask, Needs, block_needs
 from compress.block import Block, LayerReport, all_finite, quantize_groups, rounding_of
-from compress.calibrate import Calibration, arithmetic, collect, embed, propagate
+from compress.calibrate import Calibration, arithmetic, collect, embed_from, propagate
 from compress.checkpoint.source import Source
 from compress.checkpoint.writer import Writer
 from compress.errors import InputError
@@ -90,14 +90,9 @@ class Walk:
         self.observer.event("block", index=index, name=name, layers=layers, seconds=time.monotonic() - began)
 
     def _embed(self, ids: Tensor) -> Calibration:
-        """Hidden states in front of the first block. Only what may lie in front of it is in memory meanwhile."""
-        weights = {name: self.source.read(name) for name in self.skeleton.front_parameters()}
-        table = f"{self.skeleton.embedding()[0]}.weight"
-        # Only the token table, by far the largest, stays in its stored dtype; what leaves it is float32.
-        weights = {name: weight if name == table else weight.float() for name, weight in weights.items()}
-        buffer = ActivationBuffer(ACTIVATION_BUDGET, self.writer.work)
-        with materialized(self.skeleton.model, weights, strict=False):
-            return embed(self.skeleton, ids, max(1, TOKENS_PER_BATCH // ids.shape[1]), buffer, arithmetic(self.device))
+        """Hidden states in front of the first block."""
+        buffer, batch = ActivationBuffer(ACTIVATION_BUDGET, self.writer.work), max(1, TOKENS_PER_BATCH // ids.shape[1])
+        return embed_from(self.source, self.skeleton, ids, batch, buffer, arithmetic(self.device))
 
     def _compress_block(
         self, index: int, calibration: Calibration | None

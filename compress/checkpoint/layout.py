@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from compress.checkpoint.reader import WEIGHTS
@@ -45,6 +45,22 @@ class Shard:
     def nbytes(self) -> int:
         """Planned bytes of the whole file."""
         return self.data_start + sum(section.nbytes for section in self.sections)
+
+
+def by_block(blocks: Sequence[str], stored: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """Bytes of tensors by section, in writing order: what lies outside the `blocks`, each alone, then block by block.
+
+    stored: a weight's name -> the tensors that it is stored as.
+    """
+    inside: dict[str, dict[str, int]] = {block: {} for block in blocks}
+    outside: dict[str, dict[str, int]] = {}
+    for name, parts in stored.items():
+        owner = next((block for block in blocks if name.startswith(block + ".")), None)
+        if owner is None:
+            outside[name] = dict(parts)
+        else:
+            inside[owner].update(parts)
+    return outside | inside
 
 
 def lay_out(sections: Sequence[Section], shard_bytes: int) -> tuple[Shard, ...]:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from compress.distill.straight_through import GridLinear, Rounding
-from compress.errors import InputError
-from compress.formats import format_named
-from compress.formats.grid import Quantized
 from compress.formats.scheme import Scheme
-from compress.kernels.reference import round_activations
 from compress.model import Skeleton
+from compress.training.grid_layers import grid_layer, stored_parts
 
 
 class AsStored(nn.Module):
@@ -74,9 +70,8 @@ class BlockStudent:
         """The tensors to write, by full name, on the CPU, in the order and dtypes in which the block was loaded."""
         found = dict(self.held)
         for name, layer in self.layers.items():
-            scheme = self.schemes[f"{self.name}.{name}"]
-            packed = format_named(scheme.format).pack(layer.quantized(), scheme.grid)
-            found |= {f"{self.name}.{name}.{suffix}": tensor.cpu() for suffix, tensor in packed.items()}
+            full = f"{self.name}.{name}"
+            found |= stored_parts(full, layer, self.schemes[full])
         for name, dtype in self.floats.items():
             found[f"{self.name}.{name}"] = _value(self.module, name).to("cpu", dtype, copy=True)
         return {name: found[name] for name in self.order}
@@ -94,7 +89,9 @@ def load_block(layout: Layout, index: int, tensors: Mapping[str, Tensor], device
     module = copy.deepcopy(plain)
     packed = [linear for linear in layout.skeleton.block_linears(index) if linear in layout.schemes]
     for linear in packed:
-        layer = _on_grid(linear, tensors, layout.schemes[linear], linear in layout.zeros)
+        prefix = f"{linear}."
+        parts = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+        layer = grid_layer(linear, parts, layout.schemes[linear], parts.pop("bias", None), linear in layout.zeros)
         module.set_submodule(linear.removeprefix(f"{name}."), layer)
     gridded = {f"{linear}.weight" for linear in packed}
     floats = {inner: f"{name}.{inner}" for inner, _ in plain.named_parameters() if f"{name}.{inner}" not in gridded}
@@ -102,38 +99,15 @@ def load_block(layout: Layout, index: int, tensors: Mapping[str, Tensor], device
         owner, leaf = _owner(module, inner)
         setattr(owner, leaf, nn.Parameter(tensors[stored].to(torch.float32, copy=True)))
         register_parametrization(owner, leaf, AsStored(tensors[stored].dtype))
-    parts = {key for key in tensors if any(key.startswith(f"{linear}.") for linear in packed)}
+    on_grid = {key for key in tensors if any(key.startswith(f"{linear}.") for linear in packed)}
     return BlockStudent(
         name=name,
         module=module.requires_grad_(True).to(device),
         schemes=layout.schemes,
         floats={inner: tensors[stored].dtype for inner, stored in floats.items()},
-        held={key: tensor for key, tensor in tensors.items() if key not in {*parts, *floats.values()}},
+        held={key: tensor for key, tensor in tensors.items() if key not in {*on_grid, *floats.values()}},
         order=tuple(tensors),
     )
-
-
-def _on_grid(linear: str, tensors: Mapping[str, Tensor], scheme: Scheme, zeros: bool) -> GridLinear:
-    """The layer `linear` as it is stored; `zeros`: its zeros are what was pruned."""
-    prefix = f"{linear}."
-    parts = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-    bias = parts.pop("bias", None)
-    rounding = None
-    try:
-        found = format_named(scheme.format).unpack(parts, scheme.grid)
-        if zeros and found.mask is None:
-            found = replace(found, mask=found.q != _spread(found))
-        if scheme.activation_bits is not None:
-            rounding = partial(round_activations, scheme=scheme, outlier_columns=found.outlier_columns)
-        return GridLinear(found, scheme.grid, bias, rounding)
-    except ValueError as error:
-        raise InputError(f"layer {linear!r}: {error}: copy or compress the model again") from error
-
-
-def _spread(quantized: Quantized) -> Tensor | int:
-    """The integers that stand for zero, per group or for all."""
-    zero = quantized.zero
-    return 0 if zero is None else zero.repeat_interleave(quantized.q.shape[1] // zero.shape[1], dim=1)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

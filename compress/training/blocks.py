@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from compress.activations import ActivationBuffer
-from compress.calibrate import Calibration, arithmetic, embed, propagate
-from compress.checkpoint import Checkpoint, Section, Writer, manifest, open_checkpoint
+from compress.calibrate import Calibration, arithmetic, block_weights, embed_from, propagate
+from compress.checkpoint import Checkpoint, Section, Writer, open_checkpoint
 from compress.checkpoint.quantization_config import stored_schemes
 from compress.checkpoint.source import Source, dequantized
 from compress.distill import block_output
@@ -36,6 +36,8 @@ from compress.model import Skeleton, build_skeleton, materialized
 from compress.plan import ACTIVATION_BUDGET
 from compress.run_log import Observer
 from compress.training.block_student import BlockStudent, Layout, load_block
+from compress.training.grid_layers import pruned_layers
+from compress.training.save import sections_of
 
 # A block has few steps: the second moment forgets within twenty of them, and a tenth of them warm up.
 BETAS = (0.9, 0.95)
@@ -61,12 +63,7 @@ class Pair:
     @property
     def sections(self) -> dict[str, Section]:
         """What a writer is to plan: the student's tensors, outside the blocks each alone, then block by block."""
-        blocks: dict[str, dict[str, int]] = {name: {} for name in self.blocks}
-        outside: dict[str, dict[str, int]] = {}
-        for name, info in self.student.tensors.items():
-            owner = next((block for block in blocks if name.startswith(block + ".")), None)
-            (outside.setdefault(name, {}) if owner is None else blocks[owner])[name] = info.nbytes
-        return {name: Section(name, tensors) for name, tensors in (outside | blocks).items()}
+        return sections_of(self.student, self.blocks)
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ def open_pair(student: Path, teacher: Path) -> Pair:
     source: Source = taught
     if taught.quantization is not None:
         source = dequantized(taught, stored_schemes(taught), torch.float32)
-    layout = Layout(build_skeleton(student), stored_schemes(opened), _pruned(student))
+    layout = Layout(build_skeleton(student), stored_schemes(opened), pruned_layers(student))
     pair = Pair(opened, layout, source, build_skeleton(teacher))
     sizes = [(len(one.blocks), one.dimensions.hidden_size) for one in (layout.skeleton, pair.teacher_skeleton)]
     if sizes[0] != sizes[1]:
@@ -144,13 +141,6 @@ def recover_blocks(
             rows.append(row if name in done else replace(row, seconds=time.monotonic() - began))
             observer.event("recovered", **asdict(rows[-1]))
     return rows
-
-
-def _pruned(folder: Path) -> frozenset[str]:
-    """The pruned layers: of patterns whose zeros are stored like any other value, only the manifest tells."""
-    if not (folder / manifest.NAME).exists():
-        return frozenset()
-    return frozenset(row["name"] for row in manifest.read(folder).layers if "+" in row["scheme"])
 
 
 def _check(pair: Pair, ids: Tensor, settings: Config) -> None:
@@ -208,9 +198,10 @@ class _Recovery:
         """Both streams in front of the first block; what they hold is dropped at the end."""
         with ExitStack() as buffers:
             student, teacher = (self._buffer(name, buffers) for name in ("student", "teacher"))
+            pair, batch, dtype = self.pair, self.settings.batch, arithmetic(self.device)
             yield _Streams(
-                self._embed(self.pair.layout.skeleton, self.pair.student, ids, student),
-                self._embed(self.pair.teacher_skeleton, self.pair.teacher, ids, teacher),
+                embed_from(pair.student, pair.layout.skeleton, ids, batch, student, dtype),
+                embed_from(pair.teacher, pair.teacher_skeleton, ids, batch, teacher, dtype),
                 _held_out(ids, self.settings),
             )
 
@@ -233,21 +224,10 @@ class _Recovery:
         buffers.callback(buffer.close)
         return buffer
 
-    def _embed(self, skeleton: Skeleton, source: Source, ids: Tensor, buffer: ActivationBuffer) -> Calibration:
-        """Hidden states in front of the first block. The token table alone stays in its stored dtype: it is large."""
-        table = f"{skeleton.embedding()[0]}.weight"
-        weights = {name: source.read(name) for name in skeleton.front_parameters()}
-        weights = {name: weight if name == table else weight.float() for name, weight in weights.items()}
-        with materialized(skeleton.model, weights, strict=False):
-            return embed(skeleton, ids, self.settings.batch, buffer, arithmetic(self.device))
-
     def _teach(self, index: int, teacher: Calibration) -> None:
         """Replace the teacher's hidden states by those behind its block."""
         skeleton = self.pair.teacher_skeleton
-        block, prefix = skeleton.block(index), f"{skeleton.blocks[index]}."
-        names = [name for name, _ in block.named_parameters()]
-        weights = {name: self.pair.teacher.read(prefix + name).to(self.device, torch.float32) for name in names}
-        with materialized(block, weights):
+        with materialized(skeleton.block(index), block_weights(self.pair.teacher, skeleton, index, self.device)):
             propagate(skeleton, index, teacher, {})
 
     def _propagate(self, index: int, student: Calibration) -> None:

@@ -32,6 +32,7 @@ from compress.checkpoint.tokenizer import tokenizer_files
 from compress.checkpoint.writer import Section, Writer
 from compress.errors import USAGE, InputError
 from compress.model import FAMILIES, Skeleton, build_skeleton
+from compress.plan import duplicates
 from compress.run_log import Observer
 from compress.shrink import (
     CHANNEL,
@@ -50,7 +51,6 @@ from compress.training.importance import embedded, measure
 # What was cut, beside the weights: a plain checkpoint has no manifest.
 FACTS = "shrink.json"
 PACKAGES = ("lmpress", "torch", "transformers")
-ROWS_COMPARED = 4096
 
 
 # From what was cut, the tensors as written and the sha256 of their bytes, to further files of the folder.
@@ -217,24 +217,14 @@ def _completed(source: Checkpoint, skeleton: Skeleton) -> dict[str, Any]:
 def _dropped(source: Checkpoint, skeleton: Skeleton) -> frozenset[str]:
     """Stored tensors that the student does without. Raises InputError unless the shards hold the skeleton's model."""
     wanted = {name: tuple(tensor.shape) for name, tensor in skeleton.model.state_dict().items()}
-    first, second = f"{skeleton.embedding()[0]}.weight", f"{skeleton.output_name()}.weight"
+    second = f"{skeleton.output_name()}.weight"
     extra, derived = strangers(source.tensors, wanted)
     refuse_extra(source.folder, extra)
     missing = [name for name in wanted if name not in source.tensors]
     refuse_missing(source.folder, [name for name in missing if not (skeleton.tied and name == second)])
     for name in source.tensors.keys() & wanted.keys():
         refuse_shape(source.tensors[name], wanted[name])
-    if not skeleton.tied or second not in source.tensors:
-        return frozenset(derived)
-    rows = wanted[first][0]
-    for start in range(0, rows, ROWS_COMPARED):
-        stop = min(start + ROWS_COMPARED, rows)
-        if not torch.equal(source.read_rows(first, start, stop), source.read_rows(second, start, stop)):
-            raise InputError(
-                f"{source.folder / 'config.json'}: field 'tie_word_embeddings' is true, but tensor {second!r} differs "
-                f"from {first!r}: set it to false there, or remove the tensor"
-            )
-    return frozenset((*derived, second))
+    return frozenset((*derived, *duplicates(source, skeleton)))
 
 
 def _refuse_unbuildable(job: Job, config: dict[str, Any]) -> None:

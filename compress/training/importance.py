@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from compress.activations import ActivationBuffer
-from compress.calibrate import Calibration, arithmetic, embed, propagate
+from compress.calibrate import Calibration, arithmetic, block_weights, embed_from, propagate
 from compress.checkpoint.source import Source
 from compress.errors import InputError
 from compress.model import Skeleton, materialized
@@ -29,13 +29,8 @@ Progress = Callable[[int, int], None]
 
 def embedded(source: Source, skeleton: Skeleton, ids: Tensor, work: Path, device: torch.device) -> Calibration:
     """Hidden states of `ids` int64 [S, T] in front of the first block; what is beyond a budget is kept in `work`."""
-    table = f"{skeleton.embedding()[0]}.weight"
-    weights = {name: source.read(name) for name in skeleton.front_parameters()}
-    # Only the token table, by far the largest, stays in its stored dtype; what leaves it is float32.
-    weights = {name: weight if name == table else weight.float() for name, weight in weights.items()}
-    buffer = ActivationBuffer(ACTIVATION_BUDGET, work)
-    with materialized(skeleton.model, weights, strict=False):
-        return embed(skeleton, ids, max(1, TOKENS_PER_BATCH // ids.shape[1]), buffer, arithmetic(device))
+    buffer, batch = ActivationBuffer(ACTIVATION_BUDGET, work), max(1, TOKENS_PER_BATCH // ids.shape[1])
+    return embed_from(source, skeleton, ids, batch, buffer, arithmetic(device))
 
 
 def measure(
@@ -53,15 +48,11 @@ def measure(
     """
     rows: dict[str, list[Tensor]] = {name: [] for name in wanted}
     for index, name in enumerate(skeleton.blocks):
-        prefix = f"{name}."
-        names = [tensor for tensor, _ in skeleton.block(index).named_parameters()]
-        weights = {tensor: source.read(prefix + tensor).to(device, torch.float32) for tensor in names}
-        with materialized(skeleton.block(index), weights):
+        with materialized(skeleton.block(index), block_weights(source, skeleton, index, device)):
             for kind, values in _measure_block(skeleton, index, calibration, wanted).items():
                 if not bool(values.isfinite().all()):
                     raise InputError(f"{source.folder}: {name} gives values that are not finite: check its weights")
                 rows[kind].append(values)
-        del weights
         progress(index + 1, len(skeleton.blocks))
     return {name: torch.stack(values) for name, values in rows.items()}
 

@@ -294,10 +294,12 @@ class _Run:
 
 def _groups(student: Student, settings: Training) -> list[dict[str, Any]]:
     """Parameter groups of AdamW: matrices of weights decay; vectors and scales, which are no weights, do not."""
-    decays = {name: one.ndim > 1 and not name.endswith(".scale") for name, one in student.parameters_by_name().items()}
-    found = student.parameters_by_name()
+    decaying: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, one in student.parameters_by_name().items():
+        (decaying if one.ndim > 1 and not name.endswith(".scale") else others).append(one)
     groups = [
-        {"params": [one for name, one in found.items() if decays[name]], "weight_decay": settings.weight_decay},
-        {"params": [one for name, one in found.items() if not decays[name]], "weight_decay": 0.0},
+        {"params": decaying, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]

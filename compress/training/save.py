@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from compress.checkpoint import Checkpoint, Section, TensorInfo, Writer
 from compress.checkpoint.disk import explained, tensor_bytes
 from compress.checkpoint.header import read_header
+from compress.checkpoint.layout import by_block
 from compress.checkpoint.reader import CONFIG, WEIGHTS, read_tensor
 from compress.checkpoint.strict_json import read_object
 from compress.checkpoint.tokenizer import tokenizer_files
@@ -40,10 +41,8 @@ def write_trained(student: Student, output: Path, fingerprint: str, closing: Clo
     manifest with its hashes, the tokenizer's). Returns the output folder. Raises InputError for an output folder that
     is not ours to write or was begun with other weights, and for a disk that is full or fails.
     """
-    parts = sections(student)
-    tensors = student.source.tensors
-    planned = [Section(name, {part: tensors[part].nbytes for part in names}) for name, names in parts.items()]
-    writer = Writer(output, planned, fingerprint, restart=restart)
+    parts = sections_of(student.source, student.network.block_names)
+    writer = Writer(output, list(parts.values()), fingerprint, restart=restart)
     if writer.complete:
         return writer.output
     done = set(writer.done)
@@ -56,14 +55,10 @@ def write_trained(student: Student, output: Path, fingerprint: str, closing: Clo
     return writer.finish(closing(writer.tensors, writer.sha256), student.source.nbytes)
 
 
-def sections(student: Student) -> dict[str, list[str]]:
-    """Prefix -> names of stored tensors in writing order: outside the blocks each tensor alone, then block by block."""
-    blocks: dict[str, list[str]] = {block: [] for block in student.network.block_names}
-    outside: dict[str, list[str]] = {}
-    for name in student.source.tensors:
-        owner = next((block for block in blocks if name.startswith(block + ".")), None)
-        (outside.setdefault(name, []) if owner is None else blocks[owner]).append(name)
-    return outside | blocks
+def sections_of(checkpoint: Checkpoint, blocks: Sequence[str]) -> dict[str, Section]:
+    """What a writer is to plan for the tensors of `checkpoint` again: outside the blocks each alone, then by block."""
+    stored = {name: {name: info.nbytes} for name, info in checkpoint.tensors.items()}
+    return {name: Section(name, tensors) for name, tensors in by_block(blocks, stored).items()}
 
 
 def copied_files(source: Checkpoint) -> dict[str, str | bytes | Path]:

@@ -5,24 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from compress.checkpoint import Checkpoint, manifest, open_checkpoint
+from compress.checkpoint import Checkpoint, open_checkpoint
 from compress.checkpoint.quantization_config import stored_schemes
 from compress.distill.straight_through import GridLinear
 from compress.errors import USAGE, InputError, did_you_mean
-from compress.formats import format_named
-from compress.formats.grid import Quantized
 from compress.formats.scheme import Scheme
-from compress.kernels.reference import round_activations
 from compress.matching import matches
 from compress.model import build_skeleton
 from compress.runtime.assign import Target, linear_named
 from compress.runtime.transformers_engine import TransformersNetwork
+from compress.training.grid_layers import grid_layer, pruned_layers, stored_parts
 from compress.training.network import Network, fill
 from compress.training_settings import Training
 
@@ -58,18 +55,15 @@ class Student:
             if name in found:
                 continue
             if module in self.schemes and suffix != "bias":
-                found |= {part: tensor for part, tensor in self._packed(module).items() if part in names}
+                layer = self.network.model.get_submodule(module)
+                assert isinstance(layer, GridLinear), module
+                packed = stored_parts(module, layer, self.schemes[module])
+                found |= {part: tensor for part, tensor in packed.items() if part in names}
             elif name in floats:
                 found[name] = floats[name].to("cpu", self.source.tensors[name].dtype)
             else:
                 found[name] = self.source.read(name)  # a table that models compute for themselves
         return {name: found[name] for name in names}
-
-    def _packed(self, module: str) -> dict[str, Tensor]:
-        layer, scheme = self.network.model.get_submodule(module), self.schemes[module]
-        assert isinstance(layer, GridLinear), module
-        packed = format_named(scheme.format).pack(layer.quantized(), scheme.grid)
-        return {f"{module}.{suffix}": tensor.cpu() for suffix, tensor in packed.items()}
 
 
 def load_student(folder: Path, training: Training, device: torch.device) -> Student:
@@ -86,7 +80,7 @@ def load_student(folder: Path, training: Training, device: torch.device) -> Stud
     schemes = stored_schemes(checkpoint)
     model = skeleton.model
     fill(model, checkpoint, schemes, Target(device, torch.float32))
-    zeros = _pruned(checkpoint.folder)
+    zeros = pruned_layers(checkpoint.folder)
     for module, scheme in schemes.items():
         bias = linear_named(model, module).bias
         model.set_submodule(module, _on_grid(checkpoint, module, scheme, bias, module in zeros).to(device))
@@ -99,33 +93,14 @@ def load_student(folder: Path, training: Training, device: torch.device) -> Stud
 
 
 def _on_grid(checkpoint: Checkpoint, module: str, scheme: Scheme, bias: Tensor | None, zeros: bool) -> GridLinear:
-    """The layer `module` as it is stored; `zeros`: where its format stores no mask, its zeros are what was pruned."""
+    """The layer `module` as it is stored."""
     prefix = f"{module}."
     names = [name for name in checkpoint.tensors if name.startswith(prefix) and name != f"{prefix}bias"]
     parts = {name.removeprefix(prefix): checkpoint.read(name) for name in names}
-    rounding = None
     try:
-        found = format_named(scheme.format).unpack(parts, scheme.grid)
-        if zeros and found.mask is None:
-            kept = found.q != (0 if found.zero is None else _spread(found.zero, found.q))
-            found = Quantized(found.q, found.scale, found.zero, found.outlier_columns, found.outlier_weight, kept)
-        if scheme.activation_bits is not None:
-            rounding = partial(round_activations, scheme=scheme, outlier_columns=found.outlier_columns)
-        return GridLinear(found, scheme.grid, bias, rounding)
-    except ValueError as error:
-        raise InputError(f"{checkpoint.folder}: layer {module!r}: {error}: copy or compress the model again") from error
-
-
-def _spread(zero: Tensor, q: Tensor) -> Tensor:
-    return zero.repeat_interleave(q.shape[1] // zero.shape[1], dim=1)
-
-
-def _pruned(folder: Path) -> set[str]:
-    """The pruned layers: of patterns whose zeros are stored like any other value, only the manifest tells."""
-    if not (folder / manifest.NAME).exists():
-        return set()
-    rows = manifest.read(folder).layers
-    return {row["name"] for row in rows if "+" in row["scheme"]}
+        return grid_layer(module, parts, scheme, bias, zeros)
+    except InputError as error:
+        raise InputError(f"{checkpoint.folder}: {error}") from error
 
 
 def _trained(network: Network, named: Iterable[str], training: Training) -> list[str]:

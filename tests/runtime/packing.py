@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -43,6 +44,20 @@ def write_packed(
     source: Path, folder: Path, scheme: Scheme, scale_dtype: torch.dtype = torch.bfloat16, outliers: int = 0
 ) -> Path:
     """Copy the model in `source` to `folder` with every projection packed; the first `outliers` columns stay out."""
+
+    def quantize(weight: Tensor) -> Quantized:
+        if scheme.threshold is None:
+            return nearest(weight, scheme.grid, scale_dtype)
+        return outliers_kept(weight, scheme.grid, list(range(outliers)))
+
+    pack_model(source, folder, scheme, quantize, scale_dtype)
+    return folder
+
+
+def pack_model(
+    source: Path, folder: Path, scheme: Scheme, quantize: Callable[[Tensor], Quantized], scale_dtype: torch.dtype
+) -> list[str]:
+    """Copy the model in `source` to `folder`, every projection stored as `quantize` puts it; their names."""
     shutil.copytree(source, folder)
     plain, packed = load_file(folder / "model.safetensors"), {}
     modules = [name.removesuffix(".weight") for name in plain if name.endswith("_proj.weight")]
@@ -51,14 +66,10 @@ def write_packed(
         if module not in modules:
             packed[name] = tensor
             continue
-        if scheme.threshold is None:
-            quantized = nearest(tensor, scheme.grid, scale_dtype)
-        else:
-            quantized = outliers_kept(tensor, scheme.grid, list(range(outliers)))
-        stored = format_named(scheme.format).pack(quantized, scheme.grid)
+        stored = format_named(scheme.format).pack(quantize(tensor), scheme.grid)
         packed |= {f"{module}.{suffix}": part for suffix, part in stored.items()}
     save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = build(dict.fromkeys(modules, scheme), ["lm_head"], scale_dtype)
     (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return modules

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress.checkpoint import manifest, open_checkpoint
 from compress.checkpoint.manifest import Manifest
-from compress.checkpoint.quantization_config import build
-from compress.formats import format_named
 from compress.formats.grid import FLOAT_BITS, Quantized
 from compress.formats.pattern import Pattern, keep_largest
 from compress.formats.scheme import FLOATS, Scheme, pruned, scheme_named
 from compress.quantize.scales import Search, nearest
+from tests.runtime.packing import pack_model
 
 OUTLIERS = (1, 7, 30)
 HALF = Pattern(2, 4)
@@ -63,20 +60,7 @@ def on_grid(weight: Tensor, scheme: Scheme, search: Search = "mse") -> Quantized
 
 def write_compressed(source: Path, folder: Path, scheme: Scheme) -> Path:
     """Copy the model in `source` to `folder` with every projection stored under `scheme`, and a manifest."""
-    shutil.copytree(source, folder)
-    plain, packed = load_file(folder / "model.safetensors"), {}
-    modules = [name.removesuffix(".weight") for name in plain if name.endswith("_proj.weight")]
-    for name, tensor in plain.items():
-        module = name.removesuffix(".weight")
-        if module not in modules:
-            packed[name] = tensor
-            continue
-        parts = format_named(scheme.format).pack(on_grid(tensor, scheme), scheme.grid)
-        packed |= {f"{module}.{suffix}": part for suffix, part in parts.items()}
-    save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = build(dict.fromkeys(modules, scheme), ["lm_head"], torch.bfloat16)
-    (folder / "config.json").write_text(json.dumps(config))
+    modules = pack_model(source, folder, scheme, partial(on_grid, scheme=scheme), torch.bfloat16)
     table = manifest.tensor_table(open_checkpoint(folder).tensors)
     layers = [{"name": module, "scheme": scheme.name} for module in modules]
     told = Manifest({}, "", {}, None, layers, table, [], [], {}, {})

@@ -18,7 +18,7 @@ from compress.errors import InputError
 from compress.formats import format_named
 from compress.runtime.load import Execution, load_model
 from compress.training import save
-from compress.training.save import copied_files, load_state, save_state, sections, write_trained
+from compress.training.save import copied_files, load_state, save_state, sections_of, write_trained
 from compress.training.student import Student, load_student
 from compress.training_settings import Training
 from tests.training.compressed import SCHEMES, write_compressed
@@ -109,10 +109,11 @@ def test_a_trained_student_is_stored_as_its_source_was(name: str, tiny_llama: Pa
 
 
 def test_what_lies_outside_the_blocks_comes_first(tiny_llama: Path) -> None:
-    found = sections(load_student(tiny_llama, Training(), CPU))
+    student = load_student(tiny_llama, Training(), CPU)
+    found = sections_of(student.source, student.network.block_names)
     outside = ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
     assert sorted(list(found)[:3]) == outside and list(found)[3:] == ["model.layers.0", "model.layers.1"]
-    assert all(found[name] == [name] for name in outside)
+    assert all(list(found[name].tensors) == [name] for name in outside)
 
 
 def test_an_output_that_was_begun_is_finished_or_refused(tiny_llama: Path, tmp_path: Path) -> None:
